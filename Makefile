@@ -1,0 +1,85 @@
+# Every target sets up what it needs; a machine with python3.11 to 3.13 (with venv) and make is enough.
+# pip takes its index and proxy from the environment, as always.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-engines bench lint format clean distclean
+
+# The first Python on the path whose version is supported; `make PYTHON=... ` overrides it.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1 && echo $$p && break; \
+	done)
+
+TORCH := torch==2.13.0
+VENV := .venv
+VENV_517 := .venv-5.17
+STAMP := .installed
+
+# One thread a process: the tests and the demo run several processes at once, and one thread adds up
+# floating point numbers in one order. Nothing here asks a model hub for anything.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+export RAY_USAGE_STATS_ENABLED ?= 0
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+
+help:
+	@echo "make demo          engine, collector and trainer in three processes, proven row by row"
+	@echo "make test          lint, then the default tests"
+	@echo "make test-engines  the engine matrix on every supported version of the engine"
+	@echo "make bench         figures beside their peers and floors; writes build/bench.json"
+	@echo "make lint          ruff and mypy;  make format rewrites the code"
+	@echo "make setup         the development environment in $(VENV)"
+	@echo "make clean         caches and build outputs;  make distclean the environments too"
+
+setup: $(VENV)/$(STAMP)
+
+demo: $(VENV)/$(STAMP)
+	$(VENV)/bin/python -m deploy.demo
+
+test: lint
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-engines: $(VENV)/$(STAMP) $(VENV_517)/$(STAMP)
+	@echo "== engine matrix: transformers 5.24.0"
+	$(VENV)/bin/python -m pytest -m engines tests/engines $(ARGS)
+	@echo "== engine matrix: transformers 5.17.0"
+	$(VENV_517)/bin/python -m pytest -m engines tests/engines $(ARGS)
+
+bench: $(VENV)/$(STAMP)
+	@mkdir -p build
+	$(VENV)/bin/python -m tests.bench $(ARGS)
+
+lint: $(VENV)/$(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/$(STAMP)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) $(VENV_517)
+
+# torch goes in first and alone, pinned: nothing installed after it may choose another build of it.
+# The stamp is written last, so an interrupted set-up is simply done again.
+define new_venv
+	@test -n "$(PYTHON)" || { echo "no Python from 3.11 to 3.13 on the path; use make PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "== setting up $(1)"
+	@test -x $(1)/bin/pip || $(PYTHON) -m venv --clear $(1)
+	@$(1)/bin/pip install --quiet $(TORCH)
+endef
+
+$(VENV)/$(STAMP): pyproject.toml
+	$(call new_venv,$(VENV))
+	@$(VENV)/bin/pip install --quiet -e '.[dev]'
+	@touch $@
+
+$(VENV_517)/$(STAMP): pyproject.toml
+	$(call new_venv,$(VENV_517))
+	@$(VENV_517)/bin/pip install --quiet -e '.[engine,test]' 'transformers==5.17.0' 'huggingface-hub<2'
+	@touch $@
