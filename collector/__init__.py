@@ -1,0 +1,1 @@
+"""The collector: assembles per-request routed experts and serves them to trainers."""

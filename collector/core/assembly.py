@@ -1,0 +1,260 @@
+"""Rows into lives: what a patch and a loss do to the arena (rules 2, 3, 7 and 9 of assembly)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collector.core.arena import Arena, Layout, pack_meta
+from collector.core.life import Life, State
+from collector.core.lives import LifeTable
+from collector.core.sessions import Batch, Session
+from protocol.codec import decode_ids
+from protocol.errors import ProtocolError
+from protocol.messages import Kind, Range
+from protocol.patch import Loss, Patch
+
+
+class Assembly:
+    """Applies patches and losses. `dropped_rows` counts rows for lives that take none any more."""
+
+    def __init__(self, arena: Arena, lives: LifeTable) -> None:
+        self._arena = arena
+        self._lives = lives
+        self.dropped_rows = 0
+        self.touched: list[Life] = []
+        """Incomplete lives that got rows since the caller last looked: they may be complete now."""
+
+    def apply(self, session: Session, patch: Patch, now: float) -> bool:
+        """Write a patch. False when the arena has no pages for it: then no row was written.
+
+        Raises ProtocolError("columns") when the id column does not decode or has another length.
+        """
+        batch = self._look_up(session, patch.ids, len(patch.starts), patch.opens, now)
+        if patch.plain and batch.simple and self._apply_decode(session, patch, batch):
+            return True
+        return self._apply_mixed(session, patch, batch, now)
+
+    def lose(self, session: Session, loss: Loss, now: float) -> None:
+        """Note rows that will not come: a lost `forward` ends its life at its start, whatever it held there."""
+        batch = self._look_up(session, loss.ids, len(loss.starts), loss.opens, now)
+        for i, life in enumerate(batch.lives):
+            if life is None or not self._takes(life, loss.kinds[i], now):
+                continue
+            start, stop = int(loss.starts[i]), int(loss.starts[i] + loss.counts[i])
+            life.note(now, f"rows [{start}, {stop}) lost by the emitter")
+            if loss.kinds[i] == Kind.FORWARD:
+                self._end_at(life, start)
+                self._lives.last_forward[life.slot] = start
+
+    def missing(self, life: Life, rows: int) -> tuple[Range, ...]:
+        """Ranges within the first `rows` positions that hold nothing."""
+        reach = min(rows, int(self._lives.end[life.slot]))
+        held = np.zeros(reach + 2, np.int8)
+        held[0] = held[-1] = 1
+        held[1:-1] = self.meta(life, 0, reach) != 0
+        edges = np.flatnonzero(np.diff(held)).tolist()
+        found = list(zip(edges[::2], edges[1::2], strict=True))
+        if reach < rows:
+            start = found.pop()[0] if found and found[-1][1] == reach else reach
+            found.append((start, rows))
+        return tuple(found)
+
+    def meta(self, life: Life, start: int, stop: int) -> NDArray[np.int64]:
+        """int64[stop-start] meta of positions, 0 where nothing is held."""
+        layout = life.session.layout
+        page, cell = self._cells(life, np.arange(start, stop))
+        found = layout.meta[page, cell]
+        found[page < 0] = 0
+        return found
+
+    def rows(self, life: Life, start: int, stop: int) -> NDArray[np.void]:
+        """void[stop-start] rows of positions; those that hold nothing are undefined, see `meta`."""
+        page, cell = self._cells(life, np.arange(start, stop))
+        return life.session.layout.rows[page, cell]
+
+    # ------------------------------------------------------------------ looking up
+
+    def _look_up(
+        self, session: Session, ids: bytes, n: int, opens: tuple[tuple[int, str], ...], now: float
+    ) -> Batch:
+        batch = session.batch
+        if batch is None or opens or batch.ids != ids:
+            batch = session.batch = self._build(session, ids, n, opens, now)
+        return batch
+
+    def _build(
+        self, session: Session, ids: bytes, n: int, opens: tuple[tuple[int, str], ...], now: float
+    ) -> Batch:
+        names = decode_ids(ids)
+        if len(names) != n:
+            raise ProtocolError("columns", f"{len(names)} ids for {n} segments")
+        for index, name in opens:
+            self._lives.open(session, names[index], name, now)
+        known = session.lives
+        lives = [life if (life := known.get(name)) and life.takes_rows else None for name in names]
+        slots = np.fromiter((life.slot if life else -1 for life in lives), np.int64, n)
+        single = np.fromiter((life is not None and life.state is State.OPEN for life in lives), np.bool_, n)
+        if len(set(names)) < n:
+            _, inverse, count = np.unique(slots, return_inverse=True, return_counts=True)
+            single &= count[inverse] == 1
+        return Batch(ids, slots, lives, single, bool(single.all()))
+
+    # ------------------------------------------------------------------ writing
+
+    def _apply_decode(self, session: Session, patch: Patch, batch: Batch) -> bool:
+        """A pure decode step: one row at or past the end of every life. False: it is not, or pages are short."""
+        table, slots, starts = self._lives, batch.slots, patch.starts
+        if bool((starts < table.end[slots]).any()):
+            return False
+        layout = session.layout
+        cell = starts - table.tail_start[slots]
+        if int(cell.max(initial=0)) >= layout.rows_per_page:
+            if not self._turn_pages(batch, starts, np.flatnonzero(cell >= layout.rows_per_page)):
+                return False
+            cell = starts - table.tail_start[slots]
+        page = table.tail_page[slots]
+        layout.rows[page, cell] = patch.rows
+        layout.meta[page, cell] = pack_meta(patch.token_ids, patch.versions, patch.kinds)
+        table.last_forward[slots] = starts
+        table.end[slots] = starts + 1
+        return True
+
+    def _apply_mixed(self, session: Session, patch: Patch, batch: Batch, now: float) -> bool:
+        """Any patch: its single decode rows by one scatter, the other segments one by one, in order."""
+        table, layout = self._lives, session.layout
+        starts, counts = patch.starts, patch.counts
+        decode = (patch.kinds == Kind.FORWARD) & (counts == 1) & batch.single
+        decode &= starts >= table.end[batch.slots]
+        others = np.flatnonzero(~decode)
+        wanted: list[tuple[Life, int, int]] = []
+        for i in others:
+            life = batch.lives[i]
+            if life is not None:
+                wanted.append((life, int(starts[i]), int(starts[i] + counts[i])))
+        which = np.flatnonzero(decode)
+        cell = starts[which] - table.tail_start[batch.slots[which]]
+        off = which[cell >= layout.rows_per_page]
+        wanted.extend((batch.lives[i], int(starts[i]), int(starts[i]) + 1) for i in off)
+        if not self._reserve(wanted, layout):
+            return False
+        meta = pack_meta(patch.token_ids, np.repeat(patch.versions, counts), np.repeat(patch.kinds, counts))
+        clean = np.ones(len(meta), np.bool_)
+        clean[patch.bad] = False
+        for i in off:
+            self._set_tail(batch.lives[i], int(starts[i]))
+        if len(which):
+            slots, at = batch.slots[which], starts[which]
+            table.last_forward[slots] = at
+            table.end[slots] = at + 1
+            row = patch.offsets[which]
+            keep = clean[row]
+            cell = at - table.tail_start[slots]
+            page = table.tail_page[slots]
+            layout.rows[page[keep], cell[keep]] = patch.rows[row[keep]]
+            layout.meta[page[keep], cell[keep]] = meta[row[keep]]
+        for i in others:
+            life = batch.lives[i]
+            part = slice(int(patch.offsets[i]), int(patch.offsets[i + 1]))
+            if life is None or not self._takes(life, patch.kinds[i], now):
+                self.dropped_rows += part.stop - part.start
+                continue
+            self._write(life, int(starts[i]), patch.kinds[i], patch.rows[part], meta[part], clean[part])
+            if not clean[part].all():
+                life.note(now, f"rows near {int(starts[i])} not clean, held as missing")
+        return True
+
+    def _takes(self, life: Life, kind: int, now: float) -> bool:
+        """Whether a segment still counts. A forward behind the emitter's own end is the surplus of an async step; one
+        behind a trainer's length reopens the life, because only a new barrier can tell drafts from accepted rows."""
+        if life.state is State.INCOMPLETE:
+            if kind != Kind.FORWARD:
+                self.touched.append(life)
+            elif life.ended:
+                return False
+            else:
+                life.state, life.flush_asked, life.num_tokens = State.OPEN, None, None
+                life.note(now, "rows came after the trainer's length: open again")
+                life.session.forget_batch()
+        return True
+
+    def _write(
+        self,
+        life: Life,
+        start: int,
+        kind: int,
+        rows: NDArray[np.void],
+        meta: NDArray[np.int64],
+        keep: NDArray[np.bool_],
+    ) -> None:
+        """One segment whose pages are in hand. `forward` ends the life at its start first; others only fill."""
+        layout, slot, stop = life.session.layout, life.slot, start + len(meta)
+        if kind == Kind.FORWARD:
+            self._end_at(life, start)
+            self._lives.last_forward[slot] = start
+        page, cell = self._cells(life, np.arange(start, stop))
+        if kind != Kind.FORWARD:
+            keep = keep & (layout.meta[page, cell] == 0)
+        if keep.all():
+            layout.rows[page, cell] = rows
+            layout.meta[page, cell] = meta
+        else:
+            layout.rows[page[keep], cell[keep]] = rows[keep]
+            layout.meta[page[keep], cell[keep]] = meta[keep]
+        if stop >= self._lives.end[slot]:
+            self._lives.end[slot] = stop
+            self._set_tail(life, stop - 1)
+
+    def _end_at(self, life: Life, start: int) -> None:
+        """Empty every position from `start` on."""
+        end = int(self._lives.end[life.slot])
+        if start >= end:
+            return
+        layout = life.session.layout
+        page, cell = self._cells(life, np.arange(start, end))
+        held = page >= 0
+        layout.meta[page[held], cell[held]] = 0
+        self._lives.end[life.slot] = start
+        self._lives.no_tail(life)
+
+    # ------------------------------------------------------------------ pages
+
+    def _turn_pages(self, batch: Batch, starts: NDArray[np.int64], which: NDArray[np.int64]) -> bool:
+        """Give the lives at `which` the page of their start as tail. False: the arena is full."""
+        turned = [(batch.lives[i], int(starts[i])) for i in which]
+        layout = turned[0][0].session.layout
+        if not self._reserve([(life, start, start + 1) for life, start in turned], layout):
+            return False
+        for life, start in turned:
+            self._set_tail(life, start)
+        return True
+
+    def _reserve(self, wanted: list[tuple[Life, int, int]], layout: Layout) -> bool:
+        """Pages for every (life, start, stop), all or none."""
+        per_page = layout.rows_per_page
+        need: dict[tuple[int, int], Life] = {}
+        for life, start, stop in wanted:
+            have = life.pages
+            for number in range(start // per_page, (stop - 1) // per_page + 1):
+                if number >= len(have) or have[number] < 0:
+                    need[life.slot, number] = life
+        if len(need) > self._arena.free_pages:
+            return False
+        pages = self._arena.take(len(need), layout) if need else []
+        for ((_, number), life), page in zip(need.items(), pages, strict=True):
+            if number >= len(life.pages):
+                life.pages.extend([-1] * (number + 1 - len(life.pages)))
+            life.pages[number] = page
+        return True
+
+    def _set_tail(self, life: Life, position: int) -> None:
+        number = position // life.session.layout.rows_per_page
+        self._lives.tail_page[life.slot] = life.pages[number]
+        self._lives.tail_start[life.slot] = number * life.session.layout.rows_per_page
+
+    def _cells(self, life: Life, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(page, cell) of positions; page is -1 where none is allocated."""
+        per_page = life.session.layout.rows_per_page
+        number = positions // per_page
+        table = np.append(np.asarray(life.pages, np.int64), -1)
+        return table[np.minimum(number, len(table) - 1)], positions % per_page

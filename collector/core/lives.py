@@ -1,0 +1,115 @@
+"""Every life the collector knows: by (incarnation, engine's id), by the client's name, by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collector.core.arena import Arena
+from collector.core.life import Life, State
+from collector.core.sessions import Session
+
+
+class LifeTable:
+    """Lives and their numpy columns, indexed by slot.
+
+    end: 1 + the highest position that may hold a row. last_forward: start of the last `forward` segment.
+    tail_page, tail_start: the page of the newest rows and its first position; a decode step finds its cells with
+    these alone. Slots are reused; a slot's columns are reset when it is.
+    """
+
+    def __init__(self, arena: Arena, max_lives: int) -> None:
+        self._arena = arena
+        self._max_lives = max_lives
+        self.refused = 0
+        self._lives: dict[tuple[str, str], Life] = {}
+        self._names: dict[str, list[Life]] = {}
+        self._free: list[int] = []
+        self._serial = 0
+        self.by_serial: dict[int, Life] = {}
+        self.end: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.last_forward: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.tail_page: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.tail_start: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._lives)
+
+    def __iter__(self) -> Iterator[Life]:
+        return iter(self._lives.values())
+
+    def get(self, session: Session, req_id: str) -> Life | None:
+        """The life `req_id` of `session`, or None."""
+        return self._lives.get((session.incarnation, req_id))
+
+    def named(self, name: str) -> list[Life]:
+        """Lives that carry the client's request id `name`, oldest first."""
+        return self._names.get(name, [])
+
+    def open(self, session: Session, req_id: str, name: str, now: float) -> Life | None:
+        """The life `req_id`, made if it is new. Opening again is what a resent patch does: it changes nothing.
+        None at the limit of lives: its rows are dropped and a pull hears `unknown`."""
+        key = (session.incarnation, req_id)
+        life = self._lives.get(key)
+        if life is not None:
+            return life
+        if len(self._lives) >= self._max_lives:
+            self.refused += 1
+            return None
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self.end[slot] = 0
+        self.last_forward[slot] = 0
+        self._serial += 1
+        life = Life(session, req_id, name, slot, self._serial, now)
+        self.no_tail(life)
+        life.note(now, f"opened by {session.engine_id}")
+        self._lives[key] = life
+        self._names.setdefault(name, []).append(life)
+        self.by_serial[life.serial] = life
+        session.lives[req_id] = life
+        session.forget_batch()
+        return life
+
+    def no_tail(self, life: Life) -> None:
+        """No page of this life is its tail. The start is far below any position, so no row looks as if it were on it."""
+        self.tail_page[life.slot] = -1
+        self.tail_start[life.slot] = np.iinfo(np.int64).min // 2
+
+    def free_rows(self, life: Life) -> None:
+        """Give a life's pages back; it can never be served again."""
+        self._arena.give([page for page in life.pages if page >= 0])
+        life.pages = []
+        life.session.forget_batch()
+
+    def close(self, life: Life) -> None:
+        """Forget a life."""
+        self.free_rows(life)
+        del self._lives[(life.session.incarnation, life.req_id)]
+        del life.session.lives[life.req_id]
+        del self.by_serial[life.serial]
+        siblings = self._names[life.name]
+        siblings.remove(life)
+        if not siblings:
+            del self._names[life.name]
+        self._free.append(life.slot)
+
+    def youngest_open(self) -> Life | None:
+        """The unfinished life that opened last and holds pages: the one to shed."""
+        for serial in reversed(self.by_serial):
+            life = self.by_serial[serial]
+            if life.state is State.OPEN:
+                return life
+        return None
+
+    def _grow(self) -> None:
+        old = len(self.end)
+        new = max(256, old * 2)
+        for name in ("end", "last_forward", "tail_page", "tail_start"):
+            column = np.zeros(new, np.int64)
+            column[:old] = getattr(self, name)
+            setattr(self, name, column)
+        self._free.extend(range(new - 1, old - 1, -1))

@@ -1,0 +1,62 @@
+"""When rows go: explicit release, time to live. Complete unread requests are never evicted for room."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from collector.core.config import CoreConfig
+from collector.core.life import Life, State
+from collector.core.lives import LifeTable
+
+
+class Retention:
+    """Forgets lives and remembers their names as bounded tombstones."""
+
+    def __init__(self, config: CoreConfig, lives: LifeTable) -> None:
+        self._config = config
+        self._lives = lives
+        self._settled: OrderedDict[int, float] = OrderedDict()
+        self._tombstones: OrderedDict[str, None] = OrderedDict()
+        self.released = 0
+        self.expired = 0
+
+    def settled(self, life: Life, now: float) -> None:
+        """A life left `open`: its time to live starts."""
+        self._settled[life.serial] = now
+        self._settled.move_to_end(life.serial)
+
+    def was_released(self, name: str) -> bool:
+        """Whether a request of this name was released or expired."""
+        return name in self._tombstones
+
+    def release(self, name: str) -> bool:
+        """Forget every settled or open life of `name`. False when there was none."""
+        lives = list(self._lives.named(name))
+        for life in lives:
+            self._forget(life)
+        self.released += bool(lives)
+        return bool(lives)
+
+    def tick(self, now: float) -> bool:
+        """Forget what outlived its time. True when pages came free."""
+        freed = False
+        while self._settled:
+            serial, since = next(iter(self._settled.items()))
+            if now - since < self._config.ttl_s:
+                break
+            life = self._lives.by_serial.get(serial)
+            if life is None or life.state is State.OPEN:
+                self._settled.popitem(last=False)
+                continue
+            self._forget(life)
+            self.expired += 1
+            freed = True
+        return freed
+
+    def _forget(self, life: Life) -> None:
+        self._settled.pop(life.serial, None)
+        self._lives.close(life)
+        self._tombstones[life.name] = None
+        self._tombstones.move_to_end(life.name)
+        while len(self._tombstones) > self._config.tombstones:
+            self._tombstones.popitem(last=False)

@@ -1,0 +1,116 @@
+"""What a life looks like from outside: headers, spans and the rows themselves (rule 11 of assembly)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collector.core.arena import meta_kinds, meta_tokens, meta_versions
+from collector.core.assembly import Assembly
+from collector.core.life import Life, State
+from protocol import limits
+from protocol.codec import token_digest
+from protocol.geometry import UNCAPTURED
+from protocol.messages import Pull, Range, Routes, Span
+
+_WIDTH = {"uint8": 1, "int16": 2, "int32": 4}
+
+
+class BadPull(ValueError):
+    """A pull whose slice, dtype or size cannot be served; `code` is a word of `protocol.codes`."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def spans(values: NDArray[np.int64], start: int) -> tuple[Span, ...]:
+    """Runs of equal non-negative values as (start, stop, value); negative values belong to no span."""
+    if not len(values):
+        return ()
+    cuts = np.flatnonzero(np.diff(values)) + 1
+    edges = [0, *cuts.tolist(), len(values)]
+    return tuple(
+        (start + a, start + b, int(values[a])) for a, b in itertools.pairwise(edges) if values[a] >= 0
+    )
+
+
+def digest_of(assembly: Assembly, life: Life, num_tokens: int) -> bytes:
+    """`token_digest` of the tokens that the first num_tokens-1 rows consumed."""
+    return token_digest(meta_tokens(assembly.meta(life, 0, num_tokens - 1)))
+
+
+def header_for(assembly: Assembly, life: Life, pull: Pull, num_tokens: int) -> Routes:
+    """The header of the answer to `pull`. Raises BadPull for a slice, dtype or size that cannot be served."""
+    geometry = life.session.geometry
+    start, stop = pull.rows if pull.rows is not None else (0, num_tokens - 1)
+    if not 0 <= start <= stop <= num_tokens - 1:
+        raise BadPull("bad_request", f"rows [{start}, {stop}) are not within [0, {num_tokens - 1})")
+    layers = pull.layers
+    if layers is None:
+        layers = geometry.moe_layer_ids if pull.axis == "moe" else tuple(range(geometry.num_layers))
+    elif len(layers) > geometry.num_layers or any(not 0 <= x < geometry.num_layers for x in layers):
+        raise BadPull("bad_request", f"layers must be global ids in [0, {geometry.num_layers})")
+    shape = (stop - start, len(layers), geometry.top_k)
+    size = shape[0] * shape[1] * shape[2] * _WIDTH[pull.dtype]
+    if size > limits.MAX_REPLY_BYTES:
+        raise BadPull(
+            "too_large", f"{size} bytes in one answer, at most {limits.MAX_REPLY_BYTES}: pull row ranges"
+        )
+    meta = assembly.meta(life, start, stop)
+    held = meta != 0
+    missing = _false_ranges(held, start)
+    if pull.dtype == "uint8":
+        if geometry.num_experts > 256:
+            raise BadPull("bad_request", f"uint8 cannot hold ids of {geometry.num_experts} experts")
+        if missing or not set(layers) <= set(geometry.moe_layer_ids):
+            raise BadPull(
+                "bad_request", "uint8 cannot hold -1, and some cells are uncaptured: use axis='moe'"
+            )
+    status = {State.COMPLETE: "complete", State.ABORTED: "aborted"}.get(life.state, "incomplete")
+    return Routes(
+        nonce=pull.nonce,
+        request_id=life.name,
+        status=status,  # type: ignore[arg-type]
+        num_tokens=num_tokens,
+        shape=shape,
+        dtype=pull.dtype,
+        layers=layers,
+        geometry=geometry,
+        weight_spans=spans(np.where(held, meta_versions(meta), -1), start),
+        provenance=spans(np.where(held, meta_kinds(meta), -1), start),
+        missing=missing,
+        trimmed=life.num_tokens is not None and num_tokens < life.num_tokens,
+        row_start=start,
+        engine_id=life.session.engine_id,
+        token_digest=digest_of(assembly, life, num_tokens),
+    )
+
+
+def gather(assembly: Assembly, life: Life, header: Routes) -> NDArray[Any]:
+    """The array of an answer, C order, `header.shape` and `header.dtype`; -1 where nothing was captured."""
+    geometry = life.session.geometry
+    rows, start = header.shape[0], header.row_start
+    held = assembly.meta(life, start, start + rows) != 0
+    cells = assembly.rows(life, start, start + rows).view(geometry.wire_dtype)
+    cells = cells.reshape(rows, *geometry.row_shape)
+    column = {layer: i for i, layer in enumerate(geometry.moe_layer_ids)}
+    if header.layers == geometry.moe_layer_ids:
+        out = cells.astype(header.dtype)
+    else:
+        out = np.full(header.shape, UNCAPTURED, header.dtype)
+        wanted = [(at, column[layer]) for at, layer in enumerate(header.layers) if layer in column]
+        if wanted:
+            at, of = zip(*wanted, strict=True)
+            out[:, list(at)] = cells[:, list(of)]
+    if not held.all():
+        out[~held] = UNCAPTURED
+    return out
+
+
+def _false_ranges(held: NDArray[np.bool_], start: int) -> tuple[Range, ...]:
+    edges = np.flatnonzero(np.diff(np.concatenate(([1], held, [1])).astype(np.int8))).tolist()
+    return tuple((start + a, start + b) for a, b in zip(edges[::2], edges[1::2], strict=True))

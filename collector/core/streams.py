@@ -1,0 +1,291 @@
+"""The engines' side of the core: every message of an incarnation applied in order, exactly once (rule 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from collector.core.arena import Arena
+from collector.core.assembly import Assembly
+from collector.core.config import CoreConfig
+from collector.core.events import Effect, FromEngine, PatchArrived, PatchRefused, ToEngine
+from collector.core.life import Life
+from collector.core.lives import LifeTable
+from collector.core.sessions import Session
+from collector.core.settlement import Settlement
+from protocol import codec
+from protocol.errors import GeometryError, ProtocolError
+from protocol.messages import (
+    Ack,
+    Bye,
+    Flushed,
+    Heartbeat,
+    Hello,
+    HelloFirst,
+    Refused,
+    RequestFinished,
+    RowsLost,
+    Welcome,
+)
+from protocol.patch import open_loss
+
+
+class Streams:
+    """Sessions and their sequences. `emit` takes effects; `changed` is called with a life whose answer may have
+    changed. Records are numbered: `record` is the number of the last message applied, of any incarnation."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        state_id: str,
+        arena: Arena,
+        assembly: Assembly,
+        lives: LifeTable,
+        settlement: Settlement,
+        emit: Callable[[Effect], None],
+        changed: Callable[[Life, float], None],
+    ) -> None:
+        self._config = config
+        self._state_id = state_id
+        self._arena = arena
+        self._assembly = assembly
+        self._lives = lives
+        self._settlement = settlement
+        self._emit = emit
+        self._changed = changed
+        self.sessions: dict[str, Session] = {}
+        self.by_peer: dict[bytes, Session] = {}
+        self._unacked: set[Session] = set()
+        self._shedding = False
+        self.record = 0
+        self.refused = 0
+        self.gaps = 0
+        self.shed = 0
+
+    # ------------------------------------------------------------------ messages
+
+    def patch(self, event: PatchArrived, now: float) -> None:
+        """Apply a patch if it is the next message of its incarnation and the arena has room."""
+        session = self._in_turn(event.peer, event.seq, now)
+        if session is None:
+            return
+        try:
+            applied = self._assembly.apply(session, event.patch, now)
+        except ProtocolError as error:
+            self._refuse(session, event.seq, error.reason, str(error))
+            return
+        if not applied:
+            session.stalled_at = now
+            self._ack(session)
+            return
+        session.patches += 1
+        session.rows += len(event.patch.rows)
+        self._applied(session, event.seq)
+        self._refill(now)
+
+    def refusal(self, event: PatchRefused, now: float) -> None:
+        """A patch that failed its checks takes its number and acts as a loss."""
+        session = self._in_turn(event.peer, event.seq, now)
+        if session is None:
+            return
+        if event.loss is not None:
+            try:
+                self._assembly.lose(session, event.loss, now)
+            except ProtocolError:
+                self._lose_all(session, "a refused patch could not be read", now)
+        else:
+            self._lose_all(session, "a refused patch could not be read", now)
+        self._refuse(session, event.seq, event.code, event.message)
+
+    def message(self, event: FromEngine, now: float) -> None:
+        """Everything but patches."""
+        message = event.message
+        if isinstance(message, Hello):
+            self._hello(event.peer, message, now)
+            return
+        session = self.by_peer.get(event.peer)
+        if session is None:
+            self._emit(ToEngine(event.peer, HelloFirst()))
+            return
+        session.heard_at = now
+        if isinstance(message, Heartbeat):
+            if message.next_seq > session.next_seq and session.stalled_at is None:
+                self._go_back(session)
+            elif session.acked < session.applied:
+                self._unacked.add(session)
+            return
+        if isinstance(message, Bye):
+            self._die(session, "its engine left", now)
+            return
+        if isinstance(message, RowsLost | Flushed | RequestFinished):
+            if self._in_turn(event.peer, message.seq, now) is None:
+                return
+            self._control(session, message, now)
+
+    def _control(self, session: Session, message: RowsLost | Flushed | RequestFinished, now: float) -> None:
+        if isinstance(message, RowsLost):
+            try:
+                self._assembly.lose(session, open_loss(message), now)
+            except ProtocolError as error:
+                self._lose_all(session, "a loss could not be read", now)
+                self._refuse(session, message.seq, error.reason, str(error))
+                return
+        else:
+            life = self._lives.get(session, message.req_id)
+            if life is not None:
+                if isinstance(message, Flushed):
+                    self._settlement.flushed(life, message.num_tokens, now)
+                else:
+                    self._settlement.finished(life, message.num_tokens, message.reason, message.detail, now)
+                self._changed(life, now)
+        self._applied(session, message.seq)
+        self._refill(now)
+
+    def _hello(self, peer: bytes, hello: Hello, now: float) -> None:
+        try:
+            codec.check_id(hello.incarnation)
+            codec.check_id(hello.engine_id)
+            geometry = hello.geometry.validate()
+            layout = self._arena.layout(geometry)
+            if hello.first_seq < 0:
+                raise ProtocolError("columns", f"first_seq must not be negative, got {hello.first_seq}")
+        except (ProtocolError, GeometryError) as error:
+            self._emit(ToEngine(peer, Refused("hello", str(error))))
+            return
+        session = self.sessions.get(hello.incarnation)
+        if session is None:
+            if len(self.sessions) >= self._config.max_sessions and not self._forget_session():
+                self._emit(ToEngine(peer, Refused("sessions", f"{len(self.sessions)} sessions are open")))
+                return
+            # A shipper that knew another state puts one message in front: which of its lives must reopen as lost.
+            known_elsewhere = hello.state_id not in ("", self._state_id) and hello.first_seq > 0
+            applied = hello.first_seq - (2 if known_elsewhere else 1)
+            session = Session(hello.incarnation, hello.engine_id, geometry, layout, applied, now)
+            session.acked = session.applied
+            self.sessions[hello.incarnation] = session
+        elif session.geometry != geometry:
+            self._emit(ToEngine(peer, Refused("geometry", "an incarnation cannot change its geometry")))
+            return
+        elif hello.first_seq > session.next_seq:
+            # Only acknowledged messages are forgotten by a shipper: this state is older than what it acknowledged.
+            self._lose_all(session, "messages acknowledged elsewhere are not in this state", now)
+            session.applied = session.acked = hello.first_seq - 1
+        if session.peer is not None:
+            self.by_peer.pop(session.peer, None)
+        session.peer, session.heard_at, session.alive = peer, now, True
+        self.by_peer[peer] = session
+        session.stalled_at = None
+        self._go_back(session)
+
+    # ------------------------------------------------------------------ sequence
+
+    def _in_turn(self, peer: bytes, seq: int, now: float) -> Session | None:
+        """The session if `seq` is its next message; None when there is nothing to apply."""
+        session = self.by_peer.get(peer)
+        if session is None:
+            self._emit(ToEngine(peer, HelloFirst()))
+            return None
+        session.heard_at = now
+        if seq == session.next_seq:
+            return None if session.stalled_at is not None else session
+        if seq < session.next_seq:
+            self._ack(session)
+        elif session.stalled_at is None and session.told_gap != session.next_seq:
+            # Once per gap: what is under way behind the gap would only repeat the answer.
+            self._go_back(session)
+        return None
+
+    def _go_back(self, session: Session) -> None:
+        self.gaps += 1
+        session.told_gap = session.next_seq
+        assert session.peer is not None
+        self._emit(
+            ToEngine(session.peer, Welcome(self._state_id, session.next_seq, self._config.window_bytes))
+        )
+
+    def _applied(self, session: Session, seq: int) -> None:
+        session.applied = seq
+        self.record += 1
+        session.pending.append((self.record, seq))
+        self._unacked.add(session)
+
+    def _refuse(self, session: Session, seq: int, code: str, message: str) -> None:
+        self.refused += 1
+        if session.peer is not None:
+            self._emit(ToEngine(session.peer, Refused(code, message, seq)))
+        self._applied(session, seq)
+
+    def logged(self, record: int) -> None:
+        """Acknowledge what is safe now: one Ack a session, however many messages."""
+        for session in list(self._unacked):
+            while session.pending and session.pending[0][0] <= record:
+                session.acked = session.pending.popleft()[1]
+            self._ack(session)
+            if not session.pending:
+                self._unacked.discard(session)
+
+    def _ack(self, session: Session) -> None:
+        if session.peer is not None and session.acked >= 0:
+            window = 0 if session.stalled_at is not None else self._config.window_bytes
+            self._emit(ToEngine(session.peer, Ack(self._state_id, session.acked, window)))
+
+    def _refill(self, now: float) -> None:
+        while self._assembly.touched:
+            life = self._assembly.touched.pop()
+            self._settlement.refilled(life, now)
+            self._changed(life, now)
+
+    # ------------------------------------------------------------------ time and room
+
+    def tick(self, now: float) -> None:
+        """Dead emitters, and a full arena that nobody empties (rule 9)."""
+        for session in list(self.sessions.values()):
+            if session.alive and now - session.heard_at > self._config.liveness_s:
+                self._die(session, f"its engine was silent for {self._config.liveness_s:g} s", now)
+        stalled = [s.stalled_at for s in self.sessions.values() if s.stalled_at is not None]
+        if stalled and (self._shedding or now - min(stalled) >= self._config.grace_s):
+            self._shed_youngest(now)
+
+    def room(self) -> None:
+        """A release made room: let stalled engines go on."""
+        self._shedding = False
+        self.resume()
+
+    def resume(self) -> None:
+        """Pages came free without a release: stalled engines try again, the grace time stays spent."""
+        for session in self.sessions.values():
+            if session.stalled_at is not None:
+                session.stalled_at = None
+                if session.peer is not None:
+                    self._go_back(session)
+
+    def _shed_youngest(self, now: float) -> None:
+        life = self._lives.youngest_open()
+        if life is None:
+            return
+        self.shed += 1
+        # Until something is released, a next stall need not wait its own grace time.
+        self._shedding = True
+        self._settlement.lost(life, "budget: the arena was full and nothing was released", now)
+        self._changed(life, now)
+
+    def _die(self, session: Session, why: str, now: float) -> None:
+        session.alive = False
+        session.stalled_at = None
+        if session.peer is not None:
+            self.by_peer.pop(session.peer, None)
+            session.peer = None
+        self._unacked.discard(session)
+        self._lose_all(session, why, now)
+
+    def _lose_all(self, session: Session, why: str, now: float) -> None:
+        for life in list(session.lives.values()):
+            if life.takes_rows:
+                self._settlement.lost(life, why, now)
+                self._changed(life, now)
+
+    def _forget_session(self) -> bool:
+        for key, session in self.sessions.items():
+            if not session.alive and not session.lives:
+                del self.sessions[key]
+                return True
+        return False
