@@ -1,0 +1,50 @@
+"""`r3-collector serve`."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from typing import Annotated
+
+import typer
+
+from collector.core.config import CoreConfig
+from collector.daemon.config import DaemonConfig, parse_bytes
+from collector.daemon.server import Daemon
+from collector.endpoints import engines_endpoint, trainers_endpoint
+
+
+def serve(
+    engines: Annotated[
+        str, typer.Option(help="Endpoint engines ship to: ipc://PATH or tcp://127.0.0.1:PORT.")
+    ] = "",
+    trainers: Annotated[str, typer.Option(help="Endpoint trainers and this CLI ask.")] = "",
+    budget: Annotated[str, typer.Option(help="Row memory.")] = "2GiB",
+    ttl: Annotated[float, typer.Option(help="Seconds a settled request is kept unless released.")] = 3600.0,
+    liveness: Annotated[float, typer.Option(help="Seconds of silence after which an engine is dead.")] = 30.0,
+    window: Annotated[str, typer.Option(help="Bytes an engine may have unacknowledged.")] = "64MiB",
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens.")] = False,
+) -> None:
+    """Run the collector until SIGTERM or SIGINT, then drain and leave.
+
+    Example: r3-collector serve --engines ipc:///run/r3/engines.sock --trainers tcp://127.0.0.1:5757 --budget 8GiB
+    """
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+    )
+    core = CoreConfig(ttl_s=ttl, liveness_s=liveness, window_bytes=parse_bytes(window))
+    daemon = Daemon(
+        DaemonConfig(
+            engines=engines or engines_endpoint(),
+            trainers=trainers or trainers_endpoint(),
+            budget=parse_bytes(budget),
+            core=core,
+        )
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: daemon.stop())
+    daemon.on_ready = lambda: typer.echo(
+        f"r3-collector ready engines={daemon.engines_endpoint} trainers={daemon.trainers_endpoint} budget={budget}"
+    )
+    daemon.run()

@@ -1,0 +1,277 @@
+"""A plain blocking client: one DEALER, answers matched by nonce."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import msgspec
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from collector.client.errors import BadRequest, CollectorUnreachable, RequestAborted, WrongTokens, error_of
+from collector.client.routes import Routes
+from collector.endpoints import trainers_endpoint
+from protocol import codec, codes
+from protocol import messages as wire
+from protocol.errors import ProtocolError
+
+_T = TypeVar("_T")
+
+_SLACK_S = 2.0
+"""How much longer than the pull's own deadline an answer may take before the collector counts as gone."""
+
+_WINDOW = 32
+"""Pulls under way at once: enough to hide the round trip, few enough to bound memory on both sides."""
+
+
+class RouteClient:
+    """Pulls routed experts from a collector. One client belongs to one thread.
+
+    address: the collector's trainer endpoint (default: $R3_COLLECTOR, then the per-user ipc path). timeout: seconds a
+    pull may wait for its request to settle, unless the call says otherwise.
+    """
+
+    def __init__(self, address: str | None = None, timeout: float = 30.0) -> None:
+        self.address = address or os.environ.get("R3_COLLECTOR") or trainers_endpoint()
+        self.timeout = timeout
+        self._nonces = itertools.count(1)
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.linger = 0
+        try:
+            self._socket.connect(self.address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise BadRequest(f"{self.address!r} is not an address: {error}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the socket. Pulls under way are forgotten by the collector at their deadline."""
+        self._socket.close()
+
+    def pull(
+        self,
+        request_id: str,
+        num_tokens: int | None = None,
+        token_ids: Sequence[int] | NDArray[np.integer[Any]] | None = None,
+        timeout: float | None = None,
+        *,
+        axis: Literal["all", "moe"] = "all",
+        layers: Sequence[int] | None = None,
+        rows: tuple[int, int] | None = None,
+        dtype: Literal["int16", "uint8", "int32"] = "int16",
+        partial: bool = False,
+    ) -> Routes:
+        """Routes of one request, waiting up to `timeout` seconds until it has settled.
+
+        num_tokens: prompt and generated tokens kept by the trainer (default: the engine's own count, or the length of
+        token_ids). token_ids: int[num_tokens], checked against the tokens the rows belong to. partial: return an
+        aborted prefix or an array with missing rows (-1) instead of raising.
+
+        Raises UnknownRequest, NotReady, RequestIncomplete (`.missing`), RequestAborted (`.routes` is the prefix),
+        RequestLost, RequestFailed, ReleasedRequest, AmbiguousRequest, WrongTokens, LengthMismatch, BadRequest,
+        CollectorUnreachable.
+        """
+        ask = self._ask(request_id, num_tokens, token_ids, timeout, axis, layers, rows, dtype, partial)
+        return self._finish(ask, self._exchange([ask])[0], token_ids)
+
+    def pull_many(
+        self,
+        request_ids: Iterable[str],
+        num_tokens: Sequence[int] | None = None,
+        token_ids: Sequence[Sequence[int] | NDArray[np.integer[Any]]] | None = None,
+        timeout: float | None = None,
+        *,
+        axis: Literal["all", "moe"] = "all",
+        layers: Sequence[int] | None = None,
+        dtype: Literal["int16", "uint8", "int32"] = "int16",
+        partial: bool = False,
+    ) -> list[Routes]:
+        """`pull` of many requests under one deadline, in the order asked. Raises what the first failing one raises."""
+        ids = list(request_ids)
+        for given, name in ((num_tokens, "num_tokens"), (token_ids, "token_ids")):
+            if given is not None and len(given) != len(ids):
+                raise BadRequest(f"{name} has {len(given)} entries for {len(ids)} requests")
+        asks = [
+            self._ask(
+                request_id,
+                num_tokens[i] if num_tokens is not None else None,
+                token_ids[i] if token_ids is not None else None,
+                timeout,
+                axis,
+                layers,
+                None,
+                dtype,
+                partial,
+            )
+            for i, request_id in enumerate(ids)
+        ]
+        answers = self._exchange(asks)
+        return [
+            self._finish(ask, answer, token_ids[i] if token_ids is not None else None)
+            for i, (ask, answer) in enumerate(zip(asks, answers, strict=True))
+        ]
+
+    def release(self, request_ids: str | Iterable[str]) -> int:
+        """Tell the collector that these requests are done with. Returns how many it knew; repeating is harmless."""
+        ids = (request_ids,) if isinstance(request_ids, str) else tuple(request_ids)
+        return self._call(wire.Release(self._nonce(), ids), wire.Released).released
+
+    def describe(self, request_id: str) -> tuple[wire.LifeStory, ...]:
+        """The story of every run that carries this id; empty when there is none."""
+        return self._call(wire.Describe(self._nonce(), request_id), wire.Description).lives
+
+    def requests(self, state: str = "", after: int = 0, limit: int = 100) -> wire.Listing:
+        """One page of the requests the collector knows, oldest first; `.next` is the cursor of the next page."""
+        return self._call(wire.List(self._nonce(), state, after, limit), wire.Listing)
+
+    def stats(self) -> dict[str, float]:
+        """The collector's counters and gauges."""
+        return self._call(wire.Stat(self._nonce()), wire.Stats).values
+
+    # ------------------------------------------------------------------ plumbing
+
+    def _nonce(self) -> int:
+        return next(self._nonces)
+
+    def _ask(
+        self,
+        request_id: str,
+        num_tokens: int | None,
+        token_ids: Sequence[int] | NDArray[np.integer[Any]] | None,
+        timeout: float | None,
+        axis: Literal["all", "moe"],
+        layers: Sequence[int] | None,
+        rows: tuple[int, int] | None,
+        dtype: Literal["int16", "uint8", "int32"],
+        partial: bool,
+    ) -> wire.Pull:
+        if token_ids is not None:
+            if num_tokens is None:
+                num_tokens = len(token_ids)
+            elif len(token_ids) < num_tokens - 1:
+                raise BadRequest(
+                    f"{request_id}: {len(token_ids)} token_ids for num_tokens={num_tokens}", request_id
+                )
+        digest = None
+        if token_ids is not None and num_tokens is not None:
+            digest = codec.token_digest(np.asarray(token_ids)[: num_tokens - 1])
+        seconds = self.timeout if timeout is None else timeout
+        return wire.Pull(
+            self._nonce(),
+            request_id,
+            num_tokens,
+            digest,
+            max(0, int(seconds * 1e3)),
+            rows,
+            tuple(layers) if layers is not None else None,
+            axis,
+            dtype,
+            partial,
+        )
+
+    def _finish(
+        self, ask: wire.Pull, answer: Routes | wire.Problem, token_ids: Sequence[int] | NDArray[Any] | None
+    ) -> Routes:
+        if isinstance(answer, Routes):
+            return answer
+        error = error_of(answer)
+        if isinstance(error, RequestAborted) and answer.code == codes.ABORTED:
+            again = msgspec.structs.replace(ask, nonce=self._nonce(), partial=True, timeout_ms=0)
+            prefix = self._exchange([again])[0]
+            error.routes = prefix if isinstance(prefix, Routes) else None
+        raise error
+
+    def _exchange(self, asks: list[wire.Pull]) -> list[Routes | wire.Problem]:
+        """Send pulls, at most `_WINDOW` under way, and collect the answers in order."""
+        answers: dict[int, Routes | wire.Problem] = {}
+        wanted = {ask.nonce: ask for ask in asks}
+        queue = iter(asks)
+        for ask in itertools.islice(queue, _WINDOW):
+            self._send(ask)
+        seconds = max((ask.timeout_ms for ask in asks), default=0) / 1e3
+        deadline = time.monotonic() + seconds + _SLACK_S
+        while len(answers) < len(asks):
+            frames = self._receive(deadline)
+            header = self._decode(frames)
+            if header.nonce not in wanted or not isinstance(header, wire.Routes | wire.Problem):
+                continue
+            ask = wanted.pop(header.nonce)
+            answers[ask.nonce] = _open(header, frames, ask) if isinstance(header, wire.Routes) else header
+            deadline = max(deadline, time.monotonic() + _SLACK_S)
+            following = next(queue, None)
+            if following is not None:
+                self._send(following)
+        return [answers[ask.nonce] for ask in asks]
+
+    def _call(self, message: wire.TrainerMessage, expected: type[_T]) -> _T:
+        self._send(message)
+        deadline = time.monotonic() + self.timeout
+        while True:
+            header = self._decode(self._receive(deadline))
+            if header.nonce != message.nonce:
+                continue
+            if isinstance(header, wire.Problem):
+                raise error_of(header)
+            if isinstance(header, expected):
+                return header
+
+    def _send(self, message: wire.TrainerMessage) -> None:
+        try:
+            self._socket.send(codec.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise self._unreachable() from None
+
+    def _receive(self, deadline: float) -> list[zmq.Frame]:
+        left = max(0, int((deadline - time.monotonic()) * 1e3))
+        if not self._socket.poll(left):
+            raise self._unreachable()
+        return self._socket.recv_multipart(copy=False)
+
+    def _decode(self, frames: list[zmq.Frame]) -> wire.CollectorToTrainer:
+        return codec.decode_to_trainer([frame.buffer for frame in frames])
+
+    def _unreachable(self) -> CollectorUnreachable:
+        return CollectorUnreachable(
+            f"no answer from a collector at {self.address}: is `r3-collector serve` running?"
+        )
+
+
+def _open(header: wire.Routes, frames: list[zmq.Frame], ask: wire.Pull) -> Routes:
+    if ask.token_digest is not None and ask.num_tokens == header.num_tokens and not header.missing:
+        if header.token_digest != ask.token_digest:
+            raise WrongTokens(f"{header.request_id}: the rows belong to other tokens", header.request_id)
+    flat = np.frombuffer(frames[1].buffer, dtype=np.dtype(header.dtype))
+    if flat.size != int(np.prod(header.shape)):
+        raise ProtocolError("rows", f"{header.request_id}: {flat.size} cells for shape {header.shape}")
+    # A copy: the array must be writable and must not keep the socket's memory alive.
+    array = flat.reshape(header.shape).copy()
+    geometry = header.geometry
+    return Routes(
+        request_id=header.request_id,
+        status=header.status,
+        array=array,
+        num_tokens=header.num_tokens,
+        num_experts=geometry.num_experts,
+        num_layers=geometry.num_layers,
+        moe_layer_ids=geometry.moe_layer_ids,
+        layers=header.layers,
+        weight_spans=header.weight_spans,
+        provenance=header.provenance,
+        missing=header.missing,
+        trimmed=header.trimmed,
+        row_start=header.row_start,
+        engine_id=header.engine_id,
+    )

@@ -1,0 +1,1 @@
+"""The daemon: sockets, a clock and a mapped arena around `collector.core`."""

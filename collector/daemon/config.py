@@ -1,0 +1,32 @@
+"""What an operator may set, with defaults that work without a flag."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from collector.core.arena import PAGE_BYTES
+from collector.core.config import CoreConfig
+from collector.daemon.errors import StartError
+from collector.endpoints import engines_endpoint, trainers_endpoint
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonConfig:
+    """Endpoints, row memory in bytes, and the core's own settings."""
+
+    engines: str = field(default_factory=engines_endpoint)
+    trainers: str = field(default_factory=trainers_endpoint)
+    budget: int = 2 << 30
+    page_bytes: int = PAGE_BYTES
+    core: CoreConfig = field(default_factory=CoreConfig)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "2GiB", "512MB", "1048576". Raises StartError."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?)B?\s*", text.upper())
+    if not found or found[2] not in _UNITS:
+        raise StartError(f"{text!r} is not a size: write it like 2GiB or 512MB")
+    return int(float(found[1]) * _UNITS[found[2]])

@@ -1,0 +1,74 @@
+"""Answers to trainers. A slow trainer waits in its own queue, which holds no rows: they are gathered at the send."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+from numpy.typing import NDArray
+
+from collector.core.events import ServeRoutes, ToTrainer
+from protocol import codec, codes
+from protocol.messages import Problem
+
+
+class Outbox:
+    """Sends to a ROUTER without ever blocking. `dropped` counts answers whose trainer had left."""
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], gather: Callable[[ServeRoutes], NDArray[Any] | None]
+    ) -> None:
+        self._socket = socket
+        self._gather = gather
+        self._queues: dict[bytes, deque[ToTrainer | ServeRoutes]] = {}
+        self.dropped = 0
+        self.bytes_served = 0
+
+    @property
+    def blocked(self) -> bool:
+        """Whether an answer waits for a trainer to read."""
+        return bool(self._queues)
+
+    def send(self, effect: ToTrainer | ServeRoutes) -> None:
+        """Send now, or queue behind what already waits for that trainer."""
+        queue = self._queues.get(effect.peer)
+        if queue is not None:
+            queue.append(effect)
+        elif not self._try(effect):
+            self._queues[effect.peer] = deque([effect])
+
+    def flush(self) -> None:
+        """Try again what waits."""
+        for peer in list(self._queues):
+            queue = self._queues[peer]
+            while queue and self._try(queue[0]):
+                queue.popleft()
+            if not queue:
+                del self._queues[peer]
+
+    def _try(self, effect: ToTrainer | ServeRoutes) -> bool:
+        """False when the trainer's pipe is full."""
+        if isinstance(effect, ServeRoutes):
+            payload = self._gather(effect)
+            if payload is None:
+                pull = effect.pull
+                text = f"{pull.request_id}: released before it could be sent"
+                effect = ToTrainer(effect.peer, Problem(pull.nonce, codes.RELEASED, text, pull.request_id))
+                parts: list[Any] = [effect.peer, codec.encode(effect.message)]
+            else:
+                parts = [effect.peer, codec.encode(effect.header), payload.reshape(-1).view("u1").data]
+        else:
+            parts = [effect.peer, codec.encode(effect.message)]
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self.dropped += 1
+            return True
+        self.bytes_served += sum(len(part) for part in parts[1:])
+        return True

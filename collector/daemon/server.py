@@ -1,0 +1,191 @@
+"""The daemon: `startup`, `main_loop`, `shutdown`, on one thread."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import numpy as np
+import zmq
+
+from collector.core.collector import Collector
+from collector.core.events import Effect, Event, Logged, Tick, ToEngine, ToTrainer
+from collector.daemon.config import DaemonConfig
+from collector.daemon.endpoints import Bound
+from collector.daemon.errors import StartError
+from collector.daemon.ingest import Ingest
+from collector.daemon.outbox import Outbox
+from protocol import codec, limits
+from protocol.messages import HelloFirst, Problem, Refused
+
+log = logging.getLogger("r3.collector")
+
+_ENGINE_BURST = 64
+"""Messages taken from engines before trainers get a turn; also how many share one acknowledgement."""
+_TRAINER_BURST = 16
+_TICK_S = 0.1
+_DRAIN_S = 5.0
+_MAX_TRAINER_FRAME = 2 * limits.MAX_HEADER_BYTES
+_MAX_ENGINE_FRAME = 2 * limits.MAX_ROWS_BYTES
+"""Above these ZeroMQ closes the connection; between them and `limits` a peer gets a typed answer."""
+
+
+class Daemon:
+    """Serves one collector. `stop()` may be called from any thread or signal handler."""
+
+    def __init__(self, config: DaemonConfig | None = None) -> None:
+        self.config = config or DaemonConfig()
+        self.engines_endpoint = ""
+        self.trainers_endpoint = ""
+        self._resources = ExitStack()
+        self._stop_read, self._stop_write = os.pipe()
+        self._stopping = False
+        self._next_tick = 0.0
+        self.on_ready: Callable[[], object] = lambda: None
+
+    # ------------------------------------------------------------------ life cycle
+
+    def run(self) -> None:
+        """startup, main_loop, shutdown."""
+        with self._resources:
+            self.startup()
+            self.on_ready()
+            self.main_loop()
+            self.shutdown()
+
+    def startup(self) -> None:
+        """Bind and allocate. Raises StartError."""
+        config = self.config
+        context = zmq.Context()
+        self._resources.callback(context.term)
+        self._resources.callback(os.close, self._stop_read)
+        self._engines = self._router(context, config.engines, _MAX_ENGINE_FRAME, send_hwm=10_000)
+        self._trainers = self._router(context, config.trainers, _MAX_TRAINER_FRAME, send_hwm=8)
+        self.engines_endpoint = self._engines.endpoint
+        self.trainers_endpoint = self._trainers.endpoint
+        try:
+            memory = mmap.mmap(-1, config.budget)
+        except (OSError, ValueError, OverflowError) as error:
+            raise StartError(f"cannot map {config.budget} bytes of row memory: {error}") from None
+        buffer = np.frombuffer(memory, np.uint8)
+        try:
+            self.core = Collector(buffer, uuid.uuid4().hex, config.core, config.page_bytes)
+        except ValueError as error:
+            raise StartError(f"the budget is too small: {error}") from None
+        self._ingest = Ingest(self.core.geometry_of)
+        self._outbox = Outbox(self._trainers.socket, self.core.gather)
+        self._poller = zmq.Poller()
+        for source in (self._engines.socket, self._trainers.socket, self._stop_read):
+            self._poller.register(source, zmq.POLLIN)
+        log.info("serving engines at %s, trainers at %s", self.engines_endpoint, self.trainers_endpoint)
+
+    def main_loop(self) -> None:
+        """Until `stop`."""
+        while not self._stopping:
+            self._turn(5 if self._outbox.blocked else int(_TICK_S * 1e3))
+
+    def shutdown(self) -> None:
+        """Take what engines had sent, acknowledge it, let trainers read their answers, close."""
+        deadline = time.monotonic() + _DRAIN_S
+        while self._turn(0) and time.monotonic() < deadline:
+            pass
+        while self._outbox.blocked and time.monotonic() < deadline:
+            self._turn(5)
+        for socket in (self._engines.socket, self._trainers.socket):
+            socket.linger = 1_000
+        log.info("drained, bye")
+
+    def stop(self) -> None:
+        """Ask the loop to drain and end."""
+        os.write(self._stop_write, b"x")
+
+    # ------------------------------------------------------------------ one turn of the loop
+
+    def _turn(self, timeout_ms: int) -> bool:
+        """Wait for work, do a bounded amount of it. True when there was any."""
+        ready = dict(self._poller.poll(timeout_ms))
+        if self._stop_read in ready:
+            os.read(self._stop_read, 64)
+            self._stopping = True
+        worked = False
+        if self._engines.socket in ready:
+            worked = self._take_from_engines()
+            self._handle(Logged(self.core.record))
+        if self._trainers.socket in ready:
+            worked = self._take_from_trainers() or worked
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + _TICK_S
+            self._handle(Tick())
+        if self._outbox.blocked:
+            self._outbox.flush()
+        return worked
+
+    def _take_from_engines(self) -> bool:
+        socket = self._engines.socket
+        for taken in range(_ENGINE_BURST):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return taken > 0
+            peer = frames[0].bytes
+            found = self._ingest.from_engine(peer, [frame.buffer for frame in frames[1:]])
+            if isinstance(found, Refused | HelloFirst):
+                self._send_engine(ToEngine(peer, found))
+            else:
+                self._handle(found)
+        return True
+
+    def _take_from_trainers(self) -> bool:
+        socket = self._trainers.socket
+        for taken in range(_TRAINER_BURST):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return taken > 0
+            peer = frames[0].bytes
+            found = self._ingest.from_trainer(peer, [frame.buffer for frame in frames[1:]])
+            if isinstance(found, Problem):
+                self._outbox.send(ToTrainer(peer, found))
+            else:
+                self._handle(found)
+        return True
+
+    def _handle(self, event: Event) -> None:
+        for effect in self.core.handle(event, time.monotonic()):
+            self._perform(effect)
+
+    def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, ToEngine):
+            self._send_engine(effect)
+        else:
+            self._outbox.send(effect)
+
+    def _send_engine(self, effect: ToEngine) -> None:
+        try:
+            self._engines.socket.send_multipart([effect.peer, codec.encode(effect.message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # Gone, or not reading: its next message or heartbeat is answered again.
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+
+    def _router(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_frame: int, send_hwm: int
+    ) -> Bound:
+        socket = context.socket(zmq.ROUTER)
+        socket.linger = 0
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
+        socket.setsockopt(zmq.SNDHWM, send_hwm)
+        try:
+            bound = Bound(socket, endpoint)
+        except BaseException:
+            socket.close()
+            raise
+        self._resources.callback(bound.close)
+        return bound
