@@ -1,0 +1,1 @@
+"""Steps to the collector: a window of unacknowledged messages and the thread that owns its socket."""
