@@ -110,14 +110,10 @@ def _decode(decoder: msgspec.msgpack.Decoder[_M], frames: Sequence[Buffer]) -> _
         raise ProtocolError("frames", "a message has at least one frame")
     header = memoryview(frames[0])
     if header.nbytes > limits.MAX_HEADER_BYTES:
-        raise ProtocolError(
-            "oversized", f"header of {header.nbytes} bytes, at most {limits.MAX_HEADER_BYTES}"
-        )
+        raise ProtocolError("oversized", f"header of {header.nbytes} bytes, at most {limits.MAX_HEADER_BYTES}")
     if header.nbytes == 0 or header[0] != limits.VERSION:
         found = header[0] if header.nbytes else "an empty frame"
-        raise ProtocolError(
-            "version", f"expected protocol version {limits.VERSION}, found {found}: upgrade one side"
-        )
+        raise ProtocolError("version", f"expected protocol version {limits.VERSION}, found {found}: upgrade one side")
     try:
         return decoder.decode(header[1:])
     # RecursionError: hostile nesting is not a msgspec error. UnicodeDecodeError: neither is bad UTF-8.

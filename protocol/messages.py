@@ -273,6 +273,8 @@ class Description(_Message, frozen=True, array_like=True, tag=63):
 
 
 class ListEntry(_Message, frozen=True, array_like=True):
+    """One life in a Listing. rows: 1 + the highest position reached."""
+
     request_id: str
     engine_id: str
     state: str

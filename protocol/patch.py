@@ -49,9 +49,7 @@ class Loss:
 _FORWARD_BYTE = bytes([Kind.FORWARD])
 
 
-def open_patch(
-    header: RoutedExpertsPatch, rows: codec.Buffer, token_ids: codec.Buffer, geometry: Geometry
-) -> Patch:
+def open_patch(header: RoutedExpertsPatch, rows: codec.Buffer, token_ids: codec.Buffer, geometry: Geometry) -> Patch:
     """Check a patch's columns and frames against its emitter's geometry.
 
     Raises ProtocolError("columns" | "rows" | "oversized"). Ids outside [0, num_experts) refuse the patch; "uncaptured"
@@ -75,9 +73,7 @@ def open_patch(
     tokens = _column(token_ids, "<i4", total, "token_ids").astype(np.int64)
     bad = _bad_rows(header.bad_rows, cells, geometry)
     plain = total == n and not len(bad) and not header.opens and header.kinds == _FORWARD_BYTE * n
-    return Patch(
-        header.req_ids, starts, counts, offsets, kinds, versions, void, tokens, bad, header.opens, plain
-    )
+    return Patch(header.req_ids, starts, counts, offsets, kinds, versions, void, tokens, bad, header.opens, plain)
 
 
 def open_loss(header: RowsLost) -> Loss:
@@ -149,9 +145,7 @@ def _rows(
     return cells, np.frombuffer(raw, dtype=np.dtype((np.void, geometry.row_nbytes)))
 
 
-def _bad_rows(
-    raw: bytes, cells: NDArray[np.uint16] | NDArray[np.uint8], geometry: Geometry
-) -> NDArray[np.int64]:
+def _bad_rows(raw: bytes, cells: NDArray[np.uint16] | NDArray[np.uint8], geometry: Geometry) -> NDArray[np.int64]:
     declared = _column(raw, "<i4", None, "bad_rows").astype(np.int64)
     if len(declared) and not 0 <= int(declared.min()) <= int(declared.max()) < len(cells):
         raise ProtocolError("columns", f"bad_rows must name rows in [0, {len(cells)})")
@@ -165,7 +159,5 @@ def _bad_rows(
     if wrong.any():
         row, cell = np.argwhere(wrong)[0]
         layer = geometry.moe_layer_ids[int(cell) // geometry.top_k]
-        raise ProtocolError(
-            "rows", f"row {row}, layer {layer}: expert {cells[row, cell]} of {geometry.num_experts}"
-        )
+        raise ProtocolError("rows", f"row {row}, layer {layer}: expert {cells[row, cell]} of {geometry.num_experts}")
     return np.union1d(declared, np.flatnonzero(uncaptured.any(axis=1)))

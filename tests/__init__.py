@@ -1,0 +1,1 @@
+"""Tests mirror the packages; `bench` measures, `data` holds a small model and its figures."""
