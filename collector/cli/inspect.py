@@ -30,9 +30,7 @@ def ls(
         page = client.requests(state, after, limit)
     entries = [msgspec.structs.asdict(entry) for entry in page.entries]
     if as_json:
-        typer.echo(
-            msgspec.json.encode({"requests": entries, "next": page.next, "total": page.total}).decode()
-        )
+        typer.echo(msgspec.json.encode({"requests": entries, "next": page.next, "total": page.total}).decode())
         return
     table = Table("request", "engine", "state", "rows", "tokens", "age", box=None, header_style="bold")
     for entry in page.entries:

@@ -15,9 +15,7 @@ from collector.endpoints import engines_endpoint, trainers_endpoint
 
 
 def serve(
-    engines: Annotated[
-        str, typer.Option(help="Endpoint engines ship to: ipc://PATH or tcp://127.0.0.1:PORT.")
-    ] = "",
+    engines: Annotated[str, typer.Option(help="Endpoint engines ship to: ipc://PATH or tcp://127.0.0.1:PORT.")] = "",
     trainers: Annotated[str, typer.Option(help="Endpoint trainers and this CLI ask.")] = "",
     budget: Annotated[str, typer.Option(help="Row memory.")] = "2GiB",
     ttl: Annotated[float, typer.Option(help="Seconds a settled request is kept unless released.")] = 3600.0,

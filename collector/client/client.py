@@ -41,8 +41,8 @@ class RouteClient:
         self.address = address or os.environ.get("R3_COLLECTOR") or trainers_endpoint()
         self.timeout = timeout
         self._nonces = itertools.count(1)
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.linger = 0
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
         try:
             self._socket.connect(self.address)
         except zmq.ZMQError as error:
@@ -162,9 +162,7 @@ class RouteClient:
             if num_tokens is None:
                 num_tokens = len(token_ids)
             elif len(token_ids) < num_tokens - 1:
-                raise BadRequest(
-                    f"{request_id}: {len(token_ids)} token_ids for num_tokens={num_tokens}", request_id
-                )
+                raise BadRequest(f"{request_id}: {len(token_ids)} token_ids for num_tokens={num_tokens}", request_id)
         digest = None
         if token_ids is not None and num_tokens is not None:
             digest = codec.token_digest(np.asarray(token_ids)[: num_tokens - 1])
@@ -244,15 +242,13 @@ class RouteClient:
         return codec.decode_to_trainer([frame.buffer for frame in frames])
 
     def _unreachable(self) -> CollectorUnreachable:
-        return CollectorUnreachable(
-            f"no answer from a collector at {self.address}: is `r3-collector serve` running?"
-        )
+        return CollectorUnreachable(f"no answer from a collector at {self.address}: is `r3-collector serve` running?")
 
 
 def _open(header: wire.Routes, frames: list[zmq.Frame], ask: wire.Pull) -> Routes:
-    if ask.token_digest is not None and ask.num_tokens == header.num_tokens and not header.missing:
-        if header.token_digest != ask.token_digest:
-            raise WrongTokens(f"{header.request_id}: the rows belong to other tokens", header.request_id)
+    checkable = ask.token_digest is not None and ask.num_tokens == header.num_tokens and not header.missing
+    if checkable and header.token_digest != ask.token_digest:
+        raise WrongTokens(f"{header.request_id}: the rows belong to other tokens", header.request_id)
     flat = np.frombuffer(frames[1].buffer, dtype=np.dtype(header.dtype))
     if flat.size != int(np.prod(header.shape)):
         raise ProtocolError("rows", f"{header.request_id}: {flat.size} cells for shape {header.shape}")

@@ -23,9 +23,7 @@ _TOKEN_MASK: Final = 0xFFFF_FFFF
 _VERSION_MASK: Final = 0xFF_FFFF
 
 
-def pack_meta(
-    token_ids: NDArray[np.int64], versions: NDArray[np.int64], kinds: NDArray[np.uint8]
-) -> NDArray[np.int64]:
+def pack_meta(token_ids: NDArray[np.int64], versions: NDArray[np.int64], kinds: NDArray[np.uint8]) -> NDArray[np.int64]:
     """int64 meta of rows: token id (32 bits), weight version (24), kind (8). 0 means: holds nothing."""
     tag: NDArray[np.int64] = versions << _VERSION_SHIFT
     tag |= kinds.astype(np.int64) << _KIND_SHIFT
@@ -54,9 +52,7 @@ class Layout:
     def __init__(self, buffer: NDArray[np.uint8], page_bytes: int, row_nbytes: int) -> None:
         per_page = (page_bytes - 8) // (row_nbytes + 8)
         if per_page < 1:
-            raise GeometryError(
-                f"a row of {row_nbytes} bytes does not fit a page of {page_bytes}: raise --page-bytes"
-            )
+            raise GeometryError(f"a row of {row_nbytes} bytes does not fit a page of {page_bytes}: raise --page-bytes")
         pages = len(buffer) // page_bytes
         self.rows_per_page = per_page
         self.row_nbytes = row_nbytes
@@ -64,9 +60,7 @@ class Layout:
         self.rows: NDArray[np.void] = np.ndarray(
             (pages, per_page), np.dtype((np.void, row_nbytes)), buffer.data, 0, (page_bytes, row_nbytes)
         )
-        self.meta: NDArray[np.int64] = np.ndarray(
-            (pages, per_page), np.int64, buffer.data, meta_at, (page_bytes, 8)
-        )
+        self.meta: NDArray[np.int64] = np.ndarray((pages, per_page), np.int64, buffer.data, meta_at, (page_bytes, 8))
 
 
 class Arena:
@@ -74,9 +68,7 @@ class Arena:
 
     def __init__(self, buffer: NDArray[np.uint8], page_bytes: int = PAGE_BYTES) -> None:
         if page_bytes % 8 or len(buffer) < page_bytes:
-            raise ValueError(
-                f"page_bytes {page_bytes} must be a multiple of 8 and fit the buffer ({len(buffer)})"
-            )
+            raise ValueError(f"page_bytes {page_bytes} must be a multiple of 8 and fit the buffer ({len(buffer)})")
         self._buffer = buffer[: len(buffer) // page_bytes * page_bytes]
         self.page_bytes = page_bytes
         self.pages = len(self._buffer) // page_bytes

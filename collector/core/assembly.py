@@ -75,17 +75,13 @@ class Assembly:
 
     # ------------------------------------------------------------------ looking up
 
-    def _look_up(
-        self, session: Session, ids: bytes, n: int, opens: tuple[tuple[int, str], ...], now: float
-    ) -> Batch:
+    def _look_up(self, session: Session, ids: bytes, n: int, opens: tuple[tuple[int, str], ...], now: float) -> Batch:
         batch = session.batch
         if batch is None or opens or batch.ids != ids:
             batch = session.batch = self._build(session, ids, n, opens, now)
         return batch
 
-    def _build(
-        self, session: Session, ids: bytes, n: int, opens: tuple[tuple[int, str], ...], now: float
-    ) -> Batch:
+    def _build(self, session: Session, ids: bytes, n: int, opens: tuple[tuple[int, str], ...], now: float) -> Batch:
         names = decode_ids(ids)
         if len(names) != n:
             raise ProtocolError("columns", f"{len(names)} ids for {n} segments")

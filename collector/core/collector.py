@@ -56,9 +56,7 @@ class Collector:
         self.assembly = Assembly(self.arena, self.lives)
         self.settlement = Settlement(self.assembly, self.lives)
         self.retention = Retention(config, self.lives)
-        self.queries = Queries(
-            config, self.lives, self.assembly, self.retention.was_released, self._out_append
-        )
+        self.queries = Queries(config, self.lives, self.assembly, self.retention.was_released, self._out_append)
         self.streams = Streams(
             config,
             state_id,

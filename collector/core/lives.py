@@ -75,7 +75,7 @@ class LifeTable:
         return life
 
     def no_tail(self, life: Life) -> None:
-        """No page of this life is its tail. The start is far below any position, so no row looks as if it were on it."""
+        """No page of this life is its tail: a start far below any position makes every row look off it."""
         self.tail_page[life.slot] = -1
         self.tail_start[life.slot] = np.iinfo(np.int64).min // 2
 

@@ -64,9 +64,7 @@ class Queries:
         """Answer now, or keep the pull until it can be answered or its deadline."""
         refusal = _refusal(pull)
         if refusal is None and self._per_peer[peer] >= limits.MAX_WAITING_PULLS:
-            refusal = _Not(
-                codes.TOO_MANY, f"{limits.MAX_WAITING_PULLS} pulls of this client wait already", True
-            )
+            refusal = _Not(codes.TOO_MANY, f"{limits.MAX_WAITING_PULLS} pulls of this client wait already", True)
         if refusal is not None:
             self._answer_problem(peer, pull, refusal)
             return
@@ -125,17 +123,13 @@ class Queries:
         if not lives:
             if self._released(pull.request_id):
                 return _Not(codes.RELEASED, "released by a trainer, or kept past its time to live", True)
-            return _Not(
-                codes.UNKNOWN, "no engine has opened it: check the id and the engine's capture", False
-            )
+            return _Not(codes.UNKNOWN, "no engine has opened it: check the id and the engine's capture", False)
         fit = [x for x in lives if x.state not in (State.ABORTED, State.LOST, State.FAILED)] or lives
         if len(fit) > 1 and pull.token_digest is not None and pull.num_tokens is not None:
             fit = [x for x in fit if self._tokens_match(x, pull)] or fit
         if len(fit) > 1:
             names = ", ".join(f"{x.session.engine_id}/{x.req_id} ({x.state})" for x in fit[:4])
-            return _Not(
-                codes.AMBIGUOUS, f"{len(fit)} runs carry this id: {names}; send token_ids to choose", True
-            )
+            return _Not(codes.AMBIGUOUS, f"{len(fit)} runs carry this id: {names}; send token_ids to choose", True)
         return self._answerable(fit[0], pull, now)
 
     def _answerable(self, life: Life, pull: Pull, now: float) -> tuple[Life, int] | _Not:
@@ -148,9 +142,7 @@ class Queries:
             return _Not(codes.NOT_READY, f"still open, {len(life.pages)} pages held, no end was said", False)
         assert life.num_tokens is not None
         if life.state is State.ABORTED and not pull.partial:
-            return _Not(
-                codes.ABORTED, f"aborted after {life.num_tokens - 1} rows: pull with partial=True", True
-            )
+            return _Not(codes.ABORTED, f"aborted after {life.num_tokens - 1} rows: pull with partial=True", True)
         asked = life.num_tokens if pull.num_tokens is None else pull.num_tokens
         num_tokens = min(asked, life.num_tokens)
         if asked > num_tokens and life.state is not State.ABORTED:
@@ -192,9 +184,7 @@ def _refusal(pull: Pull) -> _Not | None:
     if not 0 < len(pull.request_id) <= limits.MAX_ID_CHARS:
         return _Not(codes.BAD_REQUEST, f"an id has 1 to {limits.MAX_ID_CHARS} characters", True)
     if pull.num_tokens is not None and not 1 <= pull.num_tokens <= limits.MAX_TOKENS:
-        return _Not(
-            codes.BAD_REQUEST, f"num_tokens must be in [1, {limits.MAX_TOKENS}], got {pull.num_tokens}", True
-        )
+        return _Not(codes.BAD_REQUEST, f"num_tokens must be in [1, {limits.MAX_TOKENS}], got {pull.num_tokens}", True)
     if pull.timeout_ms < 0:
         return _Not(codes.BAD_REQUEST, "timeout_ms must not be negative", True)
     return None

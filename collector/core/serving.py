@@ -33,9 +33,7 @@ def spans(values: NDArray[np.int64], start: int) -> tuple[Span, ...]:
         return ()
     cuts = np.flatnonzero(np.diff(values)) + 1
     edges = [0, *cuts.tolist(), len(values)]
-    return tuple(
-        (start + a, start + b, int(values[a])) for a, b in itertools.pairwise(edges) if values[a] >= 0
-    )
+    return tuple((start + a, start + b, int(values[a])) for a, b in itertools.pairwise(edges) if values[a] >= 0)
 
 
 def digest_of(assembly: Assembly, life: Life, num_tokens: int) -> bytes:
@@ -57,9 +55,7 @@ def header_for(assembly: Assembly, life: Life, pull: Pull, num_tokens: int) -> R
     shape = (stop - start, len(layers), geometry.top_k)
     size = shape[0] * shape[1] * shape[2] * _WIDTH[pull.dtype]
     if size > limits.MAX_REPLY_BYTES:
-        raise BadPull(
-            "too_large", f"{size} bytes in one answer, at most {limits.MAX_REPLY_BYTES}: pull row ranges"
-        )
+        raise BadPull("too_large", f"{size} bytes in one answer, at most {limits.MAX_REPLY_BYTES}: pull row ranges")
     meta = assembly.meta(life, start, stop)
     held = meta != 0
     missing = _false_ranges(held, start)
@@ -67,9 +63,7 @@ def header_for(assembly: Assembly, life: Life, pull: Pull, num_tokens: int) -> R
         if geometry.num_experts > 256:
             raise BadPull("bad_request", f"uint8 cannot hold ids of {geometry.num_experts} experts")
         if missing or not set(layers) <= set(geometry.moe_layer_ids):
-            raise BadPull(
-                "bad_request", "uint8 cannot hold -1, and some cells are uncaptured: use axis='moe'"
-            )
+            raise BadPull("bad_request", "uint8 cannot hold -1, and some cells are uncaptured: use axis='moe'")
     status = {State.COMPLETE: "complete", State.ABORTED: "aborted"}.get(life.state, "incomplete")
     return Routes(
         nonce=pull.nonce,

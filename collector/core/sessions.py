@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class Batch:
-    """An id column that was looked up. slots: int64[n], -1 where no life takes rows. single: bool[n], the segment's life
-    is open and has no other segment in the patch. simple: all are."""
+    """An id column that was looked up. slots: int64[n], -1 where no life takes rows. single: bool[n], the segment's
+    life is open and has no other segment in the patch. simple: all are."""
 
     ids: bytes
     slots: NDArray[np.int64]

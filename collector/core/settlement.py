@@ -16,9 +16,7 @@ class Settlement:
         self._assembly = assembly
         self._lives = lives
 
-    def finished(
-        self, life: Life, num_tokens: int | None, reason: FinishReason, detail: str, now: float
-    ) -> None:
+    def finished(self, life: Life, num_tokens: int | None, reason: FinishReason, detail: str, now: float) -> None:
         """The emitter's own finish, behind its last row: a length and an end."""
         life.note(now, f"finished: {reason}, {num_tokens} tokens{': ' + detail if detail else ''}")
         if not life.takes_rows:

@@ -198,9 +198,7 @@ class Streams:
         self.gaps += 1
         session.told_gap = session.next_seq
         assert session.peer is not None
-        self._emit(
-            ToEngine(session.peer, Welcome(self._state_id, session.next_seq, self._config.window_bytes))
-        )
+        self._emit(ToEngine(session.peer, Welcome(self._state_id, session.next_seq, self._config.window_bytes)))
 
     def _applied(self, session: Session, seq: int) -> None:
         session.applied = seq

@@ -52,9 +52,7 @@ class Bound:
         if not path.startswith("/"):
             raise StartError(f"{endpoint!r}: an ipc path is absolute, like ipc:///run/r3/engines.sock")
         if len(os.fsencode(path)) > 100:
-            raise StartError(
-                f"{endpoint!r}: a socket path has at most 100 bytes, this one {len(os.fsencode(path))}"
-            )
+            raise StartError(f"{endpoint!r}: a socket path has at most 100 bytes, this one {len(os.fsencode(path))}")
         self._path = Path(path)
         _private_directory(self._path.parent)
         # A second bind on an ipc path succeeds and silently steals it: the lock is what refuses.
@@ -64,9 +62,7 @@ class Bound:
         except BlockingIOError:
             os.close(lock)
             self._path = None
-            raise StartError(
-                f"another collector serves {endpoint}: stop it, or choose another path"
-            ) from None
+            raise StartError(f"another collector serves {endpoint}: stop it, or choose another path") from None
         self._lock = lock
         self._path.unlink(missing_ok=True)
         self._bind(endpoint)

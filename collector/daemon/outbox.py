@@ -17,9 +17,7 @@ from protocol.messages import Problem
 class Outbox:
     """Sends to a ROUTER without ever blocking. `dropped` counts answers whose trainer had left."""
 
-    def __init__(
-        self, socket: zmq.Socket[bytes], gather: Callable[[ServeRoutes], NDArray[Any] | None]
-    ) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], gather: Callable[[ServeRoutes], NDArray[Any] | None]) -> None:
         self._socket = socket
         self._gather = gather
         self._queues: dict[bytes, deque[ToTrainer | ServeRoutes]] = {}

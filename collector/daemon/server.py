@@ -174,9 +174,7 @@ class Daemon:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
 
-    def _router(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_frame: int, send_hwm: int
-    ) -> Bound:
+    def _router(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_frame: int, send_hwm: int) -> Bound:
         socket = context.socket(zmq.ROUTER)
         socket.linger = 0
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

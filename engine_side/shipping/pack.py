@@ -62,16 +62,16 @@ class Packer:
             starts = landing.positions[cuts].astype(np.int32)
             opens = tuple((int(np.searchsorted(segment, i)), name) for i, name in plan.opens)
             offsets = np.append(cuts, plan.offsets[-1])
-        columns = dict(
-            step=plan.step,
-            req_ids=self._column(ids),
-            starts=starts.astype("<i4").tobytes(),
-            offsets=offsets.astype("<i4").tobytes(),
-            kinds=kinds.astype(np.uint8).tobytes(),
-            weight_versions=versions.astype("<i4").tobytes(),
-            bad_rows=np.flatnonzero(landing.status).astype("<i4").tobytes(),
-            opens=opens,
-        )
+        columns = {
+            "step": plan.step,
+            "req_ids": self._column(ids),
+            "starts": starts.astype("<i4").tobytes(),
+            "offsets": offsets.astype("<i4").tobytes(),
+            "kinds": kinds.astype(np.uint8).tobytes(),
+            "weight_versions": versions.astype("<i4").tobytes(),
+            "bad_rows": np.flatnonzero(landing.status).astype("<i4").tobytes(),
+            "opens": opens,
+        }
         # -1 as uint8 is 255, so the cast is the encoding. `array` always copies: the ring slot is reused.
         rows = np.array(landing.rows.astype(self._geometry.wire_dtype, copy=False), order="C")
         tokens = np.array(landing.token_ids.astype("<i4", copy=False), order="C")
