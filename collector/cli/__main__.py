@@ -1,0 +1,5 @@
+"""`python -m collector.cli`: the same as the `r3-collector` script."""
+
+from collector.cli.main import main
+
+main()

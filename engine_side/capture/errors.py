@@ -1,0 +1,13 @@
+"""Why routes of a model or an engine cannot be captured."""
+
+from __future__ import annotations
+
+from protocol.errors import R3Error
+
+
+class CaptureError(R3Error):
+    """A commit whose inputs contradict each other; the step is lost, the engine goes on."""
+
+
+class CaptureRefused(R3Error):
+    """A model, engine version or configuration whose routes could be incomplete or wrong; the message says what to do."""

@@ -1,0 +1,86 @@
+"""Finds a Hugging Face model's MoE routers and hooks them.
+
+Every router of transformers 5 is a module whose class name ends in `Router` and whose forward returns
+`(router_logits, routing_weights, selected_experts)`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from engine_side.capture.errors import CaptureRefused
+from protocol.errors import GeometryError
+from protocol.geometry import Geometry
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_DRAFTERS = re.compile(r"(?:^|\.)(?:mtp|nextn|draft|eagle|medusa)[^.]*(?:\.|$)", re.IGNORECASE)
+
+
+def find_routers(model: nn.Module) -> dict[int, nn.Module]:
+    """Global layer id to router module, ascending. Routers of drafters and of layers past the decoder's are not the
+    target model's and are left out. Raises CaptureRefused for two routers in one layer, or one in two layers."""
+    num_layers = _config(model).num_hidden_layers
+    found: dict[int, nn.Module] = {}
+    layer_of: dict[nn.Module, int] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        match = _LAYER.search(name)
+        if match is None or not type(module).__name__.endswith("Router") or _DRAFTERS.search(name):
+            continue
+        layer = int(match[1])
+        if layer >= num_layers:
+            continue
+        if layer in found and found[layer] is not module:
+            raise CaptureRefused(f"layer {layer} has two routers ({name} is the second): which one routes is unknown")
+        if layer_of.setdefault(module, layer) != layer:
+            raise CaptureRefused(
+                f"layers {layer_of[module]} and {layer} share one router: its calls cannot be told apart"
+            )
+        found[layer] = module
+    return dict(sorted(found.items()))
+
+
+def geometry_of(model: nn.Module, routers: dict[int, nn.Module]) -> Geometry:
+    """The model's geometry: all decoder layers, the layers with a router. Raises CaptureRefused for a dense model."""
+    config = _config(model)
+    if not routers:
+        raise CaptureRefused(f"{type(model).__name__} has no MoE router: a dense model has no routes to capture")
+    top_k = next((n for r in routers.values() if (n := getattr(r, "top_k", None))), None)
+    top_k = top_k or config.num_experts_per_tok
+    experts = (getattr(config, name, None) for name in ("n_routed_experts", "num_local_experts", "num_experts"))
+    num_experts = next((n for n in experts if n), None)
+    if num_experts is None:
+        raise CaptureRefused(f"{type(config).__name__} does not say how many experts a layer has")
+    try:
+        return Geometry(config.num_hidden_layers, tuple(routers), int(top_k), int(num_experts)).validate()
+    except GeometryError as error:
+        raise CaptureRefused(str(error)) from None
+
+
+@contextmanager
+def hooked(routers: dict[int, nn.Module], keep: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """While open, `keep(moe_index, topk_ids)` gets what each router chose. moe_index counts captured layers."""
+    handles = []
+    try:
+        for index, router in enumerate(routers.values()):
+            handles.append(router.register_forward_hook(_keeper(index, keep)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _keeper(index: int, keep: Callable[[int, Tensor], None]) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        keep(index, output[2].flatten(0, -2))
+
+    return hook
+
+
+def _config(model: nn.Module) -> Any:
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

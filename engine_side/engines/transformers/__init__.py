@@ -1,0 +1,47 @@
+"""Transformers continuous batching. `capture_routes` turns capture on; off, nothing of it is even imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine_side.engines.transformers.capture import RouteCapture
+
+
+class CaptureOff:
+    """What `capture_routes(enabled=False)` yields."""
+
+    enabled = False
+
+
+@contextmanager
+def capture_routes(
+    model: Any,
+    collector: str,
+    enabled: bool = True,
+    *,
+    engine_id: str = "",
+    window_cap_bytes: int = 256 << 20,
+    drain_s: float = 30.0,
+) -> Iterator[RouteCapture | CaptureOff]:
+    """Within the block, every continuous-batching run of `model` ships its routes to `collector`.
+
+    model: a Hugging Face MoE model; call `generate_batch`, `init_continuous_batching` or
+    `continuous_batching_context_manager` on it inside the block. collector: the engines' endpoint of a collector, which
+    may start later. engine_id: a stable name of this engine (default: host and process). window_cap_bytes: rows held
+    while the collector is away. drain_s: how long the end of the block waits until everything is acknowledged.
+
+    Request ids are the engine's own; with num_return_sequences=n > 1 the sequences are `protocol.ids.sibling_id(id, i)`,
+    i = 0 for the request itself and 1 to n-1 for its children.
+
+    Raises CaptureRefused, before anything is installed, for a model, version or configuration that it cannot vouch for.
+    """
+    if not enabled:
+        yield CaptureOff()
+        return
+    from engine_side.engines.transformers.capture import RouteCapture
+
+    with RouteCapture(model, collector, engine_id, window_cap_bytes, drain_s) as capture:
+        yield capture

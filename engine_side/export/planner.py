@@ -1,0 +1,82 @@
+"""Which rows of a step belong to which life, and as what kind. Pure; knows nothing of delivery."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_side.export.plan import StepPlan
+from protocol.messages import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One forward as the scheduler sees it, in batch order, one entry a request.
+
+    lives: life ids. starts: first position each runs, -1 where the host does not know. counts: tokens each runs.
+    accepted: tokens (prompt and generated) each life had when the step was planned; its sampled position is
+    accepted-1. opens: (entry index, client request id) of lives that appear for the first time.
+    """
+
+    lives: Sequence[str]
+    starts: Sequence[int]
+    counts: Sequence[int]
+    accepted: Sequence[int]
+    opens: Sequence[tuple[int, str]] = ()
+
+
+class RoutePlanner:
+    """Numbers steps and turns each into segments. Positions below the sampled one only fill (`recompute`); from the
+    sampled one on they are `forward`, drafts included, and end the life there before they write."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def plan(self, batch: ScheduledBatch, weight_version: int) -> StepPlan:
+        """Segments of a forward, each attached exactly once, whether or not the step yields a token."""
+        self.step += 1
+        starts = np.asarray(batch.starts, np.int64)
+        counts = np.asarray(batch.counts, np.int64)
+        accepted = np.asarray(batch.accepted, np.int64)
+        # An unknown start is a decode step of an engine that runs ahead of its host: it samples at once.
+        fill = np.where(starts < 0, 0, np.clip(accepted - 1 - starts, 0, counts))
+        pieces = np.stack([fill, counts - fill], axis=1)
+        used = pieces > 0
+        entry = np.repeat(np.arange(len(counts)), 2)[used.reshape(-1)]
+        lengths = pieces[used]
+        kinds = np.where(used.nonzero()[1] == 0, Kind.RECOMPUTE, Kind.FORWARD).astype(np.uint8)
+        shift = np.stack([np.zeros_like(fill), fill], axis=1)[used]
+        known = np.where(starts[entry] < 0, -1, starts[entry] + shift)
+        first = np.searchsorted(entry, [index for index, _ in batch.opens])
+        return StepPlan(
+            step=self.step,
+            req_ids=tuple(batch.lives[i] for i in entry),
+            starts=known.astype(np.int32),
+            offsets=_offsets(lengths),
+            kinds=kinds,
+            weight_version=weight_version,
+            opens=tuple((int(at), name) for at, (_, name) in zip(first, batch.opens, strict=True)),
+        )
+
+    def cached(self, life: str, start: int, count: int, name: str | None) -> StepPlan:
+        """A read of `count` rows from the slot store, for positions some other forward computed. name: the client's
+        request id if this is the life's first segment."""
+        self.step += 1
+        return StepPlan(
+            step=self.step,
+            req_ids=(life,),
+            starts=np.array([start], np.int32),
+            offsets=np.array([0, count], np.int32),
+            kinds=np.array([Kind.CACHED], np.uint8),
+            weight_version=0,
+            opens=((0, name),) if name is not None else (),
+        )
+
+
+def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

@@ -1,0 +1,240 @@
+"""Everything a shipper decides: what goes on the wire, in which order, and what an answer changes. Pure; the thread
+around it owns the socket and the clock."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_side.export.landing import LandingStep
+from engine_side.export.plan import StepPlan
+from engine_side.shipping.live import LiveLives
+from engine_side.shipping.pack import Packer
+from engine_side.shipping.window import Entry, Window
+from protocol import codec
+from protocol.geometry import Geometry
+from protocol.messages import (
+    Ack,
+    CollectorToEngine,
+    FinishReason,
+    Flush,
+    Flushed,
+    Heartbeat,
+    Hello,
+    HelloFirst,
+    RequestFinished,
+    Welcome,
+)
+
+log = logging.getLogger("r3.shipper")
+
+HEARTBEAT_S = 1.0
+
+
+@dataclass(slots=True, frozen=True)
+class Finish:
+    """The end of a life, behind its rows."""
+
+    life: str
+    num_tokens: int | None
+    reason: FinishReason
+    detail: str = ""
+
+
+@dataclass(slots=True, frozen=True)
+class Lost:
+    """A step whose rows will not come."""
+
+    plan: StepPlan
+
+
+@dataclass(slots=True, frozen=True)
+class Barrier:
+    """A `Flush` that was read: everything launched before it stands before it in the queue."""
+
+    life: str
+    num_tokens: int
+
+
+Item: TypeAlias = LandingStep | Finish | Lost | Barrier
+
+
+@dataclass(slots=True)
+class ShipperStats:
+    """Counters since start. bytes: row memory shipped. acked_seq: -1 before the first acknowledgement."""
+
+    patches: int = 0
+    rows: int = 0
+    bytes: int = 0
+    rows_lost: int = 0
+    errors: int = 0
+    acked_seq: int = -1
+    next_seq: int = 0
+    connected: bool = False
+    held_bytes: int = 0
+
+
+class Stream:
+    """One incarnation's messages. The engine thread appends to `queue` and does nothing else; one other thread calls
+    the methods. Times are seconds of any monotonic clock."""
+
+    def __init__(self, geometry: Geometry, engine_id: str, incarnation: str, window_cap_bytes: int) -> None:
+        self.engine_id = engine_id
+        self.incarnation = incarnation
+        self.queue: deque[Item] = deque()
+        self.welcomed = False
+        self._geometry = geometry.validate()
+        self._packer = Packer(geometry)
+        self._window = Window(window_cap_bytes)
+        self._live = LiveLives()
+        self._stats = ShipperStats()
+        self._state_id = ""
+        self._hello_at = 0.0
+        self._beat_at = 0.0
+
+    @property
+    def unacknowledged(self) -> int:
+        """Messages that the collector has not acknowledged."""
+        return len(self._window)
+
+    @property
+    def drained(self) -> bool:
+        """Whether everything handed over was shipped and acknowledged."""
+        return not self.queue and len(self._window) == 0
+
+    def stats(self) -> ShipperStats:
+        """A copy of the counters."""
+        window = self._window
+        return replace(self._stats, connected=self.welcomed, next_seq=window.next_seq, held_bytes=window.held_bytes)
+
+    def failed(self) -> None:
+        """Count an error that the thread met."""
+        self._stats.errors += 1
+
+    # ------------------------------------------------------------------ from the engine
+
+    def take(self) -> bool:
+        """Number the oldest item of the queue and put it into the window; False when the queue is empty. Blocks until a
+        step has landed, and gives its ring slot back."""
+        if not self.queue:
+            return False
+        item = self.queue.popleft()
+        window = self._window
+        if isinstance(item, LandingStep):
+            try:
+                self._take_step(item)
+            finally:
+                item.free()
+        elif isinstance(item, Lost):
+            self._declare_lost(item.plan)
+        elif isinstance(item, Barrier):
+            window.add((codec.encode(Flushed(window.next_seq, item.life, item.num_tokens)),), 0)
+        else:
+            self._finish(item)
+        return True
+
+    def _take_step(self, step: LandingStep) -> None:
+        try:
+            step.wait()
+            packed = self._packer.step(step)
+        except Exception:
+            self._stats.errors += 1
+            log.exception("step %d could not be read back: its rows are lost", step.plan.step)
+            self._declare_lost(step.plan)
+            return
+        if not self._window.fits(packed.nbytes):
+            self._declare_lost(step.plan, packed.starts)
+            return
+        self._note_opens(step.plan)
+        self._window.add(packed.frames(self._window.next_seq), packed.nbytes)
+        self._stats.patches += 1
+        self._stats.rows += len(packed.rows)
+        self._stats.bytes += packed.nbytes
+        for life, why in packed.failed:
+            self._stats.errors += 1
+            log.error("life %s: %s", life, why)
+            self._finish(Finish(life, None, "failed", why))
+
+    def _finish(self, item: Finish) -> None:
+        window = self._window
+        self._live.finished(item.life, window.next_seq)
+        done = RequestFinished(window.next_seq, item.life, item.num_tokens, item.reason, item.detail)
+        window.add((codec.encode(done),), 0)
+
+    def _declare_lost(self, plan: StepPlan, starts: NDArray[np.int32] | None = None) -> None:
+        if not self._stats.rows_lost:
+            log.warning("rows of step %d are lost; further losses are only counted", plan.step)
+        self._stats.rows_lost += int(plan.offsets[-1])
+        self._note_opens(plan)
+        self._window.add((self._packer.lost(plan, self._window.next_seq, starts),), 0)
+
+    def _note_opens(self, plan: StepPlan) -> None:
+        for index, name in plan.opens:
+            self._live.opened(plan.req_ids[index], name, self._window.next_seq)
+
+    # ------------------------------------------------------------------ to the collector
+
+    def due(self) -> Entry | None:
+        """The next message that may be sent now; call `sent` once it is."""
+        return self._window.due() if self.welcomed else None
+
+    def sent(self, entry: Entry) -> None:
+        """`entry`, as given by `due`, is on its way."""
+        self._window.sent(entry)
+
+    def keep_alive(self, now: float) -> Hello | Heartbeat | None:
+        """What to say so that the connection stands: call `greeted` once a Hello is on its way."""
+        if not self.welcomed:
+            if now - self._hello_at <= HEARTBEAT_S:
+                return None
+            return Hello(self.engine_id, self.incarnation, self._geometry, self._window.first_seq, self._state_id)
+        if now - self._beat_at <= HEARTBEAT_S:
+            return None
+        self._beat_at = now
+        return Heartbeat(self._window.send_seq)
+
+    def greeted(self, now: float) -> None:
+        """A Hello was sent at `now`."""
+        self._hello_at = now
+
+    # ------------------------------------------------------------------ from the collector
+
+    def hear(self, message: CollectorToEngine) -> None:
+        """Take an answer. Raises RuntimeError when the collector asks for a message that is gone for good."""
+        if isinstance(message, Ack):
+            if message.state_id == self._state_id:
+                self._window.allow = message.window_bytes
+                self._acked(message.logged_seq)
+        elif isinstance(message, Welcome):
+            self._welcome(message)
+        elif isinstance(message, HelloFirst):
+            self.welcomed = False
+        elif isinstance(message, Flush):
+            # Behind everything launched until now: the engine thread appends to the same queue.
+            self.queue.append(Barrier(message.req_id, message.num_tokens))
+        else:
+            self._stats.errors += 1
+            log.error("the collector refused message %s: %s: %s", message.seq, message.code, message.message)
+
+    def _welcome(self, message: Welcome) -> None:
+        window = self._window
+        if self._state_id not in ("", message.state_id) and message.next_seq == window.first_seq - 1:
+            log.warning("the collector lost its state: live requests reopen as lost")
+            lives = self._live.opened_before(window.first_seq)
+            window.put_first((self._packer.reopened(lives, window.first_seq - 1),))
+        self._state_id = message.state_id
+        self._live.acked(message.next_seq - 1)
+        if not window.go_to(message.next_seq):
+            raise RuntimeError(f"the collector asks for message {message.next_seq}, not in the window")
+        window.allow = message.window_bytes
+        self.welcomed = True
+
+    def _acked(self, seq: int) -> None:
+        self._stats.acked_seq = max(self._stats.acked_seq, seq)
+        self._window.acked(seq)
+        self._live.acked(seq)
