@@ -45,12 +45,13 @@ def _run(model: Any, capture: Any, requests: list[Request], seed: int) -> None:
     # Small on purpose: prompts are prefilled in chunks, and the cache cannot hold every request, so some are preempted.
     batching = ContinuousBatchingConfig(
         page_size=PAGE_SIZE,
-        num_blocks=128,
+        num_blocks=52,
         max_batch_tokens=192,
         return_logprobs=True,
         seed=seed,
         use_cuda_graph=False,
         use_async_batching=False,
+        safety_margin=0.0,
     )
     with model.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=batching

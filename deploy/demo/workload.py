@@ -37,5 +37,5 @@ def workload(prefix: str, seed: int) -> list[Request]:
     made = []
     for i, text in enumerate(texts):
         cancel = 6 + i if GROUPS <= i < GROUPS + CANCELLED else 0
-        made.append(Request(f"{prefix}-{i:02d}", text, 24 + (i * 7) % 25, i < GROUPS, cancel))
+        made.append(Request(f"{prefix}-{i:02d}", text, 40 + (i * 11) % 50, i < GROUPS, cancel))
     return made

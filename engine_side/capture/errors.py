@@ -10,4 +10,4 @@ class CaptureError(R3Error):
 
 
 class CaptureRefused(R3Error):
-    """A model, engine version or configuration whose routes could be incomplete or wrong; the message says what to do."""
+    """A model, engine version or configuration whose routes could be incomplete or wrong."""

@@ -38,7 +38,7 @@ def find_routers(model: nn.Module) -> dict[int, nn.Module]:
             raise CaptureRefused(f"layer {layer} has two routers ({name} is the second): which one routes is unknown")
         if layer_of.setdefault(module, layer) != layer:
             raise CaptureRefused(
-                f"layers {layer_of[module]} and {layer} share one router: its calls cannot be told apart"
+                f"layers {layer_of[module]} and {layer} share a router: its calls cannot be told apart"
             )
         found[layer] = module
     return dict(sorted(found.items()))

@@ -43,8 +43,8 @@ class RouteRecorder:
         """Rows of the first `num_tokens` tokens of the forward, in batch order, stored under their KV slots too.
 
         slots: int64 [>= num_tokens], -1 = pad. positions, input_ids: integer [>= num_tokens], the tensors that the
-        forward used. A layer that did not report is -1, and so is an id out of range. Raises CaptureError when inputs or
-        a layer disagree in length, or a router ran more than once.
+        forward used. A layer that did not report is -1, and so is an id out of range. Raises CaptureError when inputs
+        or a layer disagree in length, or a router ran more than once.
         """
         try:
             return self._commit(slots, positions, input_ids, num_tokens)

@@ -15,8 +15,8 @@ UNPROVEN = 8
 
 @dataclass(slots=True, frozen=True, eq=False)
 class StepRows:
-    """T committed rows. rows: int16 [T, moe_layers, top_k]; token_ids, positions: int32 [T]; status: uint8 [T], 0 = clean;
-    commit_no: number of the commit that wrote them."""
+    """T committed rows. rows: int16 [T, moe_layers, top_k]; token_ids, positions: int32 [T]; status: uint8 [T], 0 is
+    clean; commit_no: number of the commit that wrote them."""
 
     rows: Tensor
     token_ids: Tensor

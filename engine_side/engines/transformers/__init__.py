@@ -33,7 +33,7 @@ def capture_routes(
     may start later. engine_id: a stable name of this engine (default: host and process). window_cap_bytes: rows held
     while the collector is away. drain_s: how long the end of the block waits until everything is acknowledged.
 
-    Request ids are the engine's own; with num_return_sequences=n > 1 the sequences are `protocol.ids.sibling_id(id, i)`,
+    Request ids are the engine's own; with num_return_sequences=n > 1 they are `protocol.ids.sibling_id(id, i)` with
     i = 0 for the request itself and 1 to n-1 for its children.
 
     Raises CaptureRefused, before anything is installed, for a model, version or configuration that it cannot vouch for.

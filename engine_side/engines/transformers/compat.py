@@ -59,7 +59,7 @@ class PagedSlots:
         return (base + np.arange(self.page_size)).reshape(-1)
 
     def wrap_copies(self, cache: Any, mirror: Callable[[Sequence[int], Sequence[int]], None]) -> tuple[str, Any]:
-        """(method name, wrapper) of the cache's block copy, which forks use; `mirror(source, target)` gets block ids."""
+        """(method name, wrapper) of the block copy that forks use; `mirror(source, target)` gets block ids."""
         if hasattr(cache, "perform_cache_copy"):
             original = cache.perform_cache_copy
 

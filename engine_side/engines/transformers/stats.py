@@ -9,9 +9,9 @@ from engine_side.shipping.shipper import ShipperStats
 
 @dataclass(slots=True)
 class CaptureStats:
-    """Counters since the capture began. rows = forward_rows (run by a forward) + cached_rows (read from the slot store,
-    forked_rows of them for a fork's copied prefix). errors: steps whose rows had to be declared lost, and the shipper's.
-    bytes, patches, rows_lost: as shipped."""
+    """Counters since the capture began. rows = forward_rows (run by a forward) + cached_rows (from the slot store,
+    forked_rows of them for a fork's copied prefix). errors: steps whose rows had to be declared lost, and those of
+    the shipper. bytes, patches, rows_lost: as shipped."""
 
     steps: int = 0
     rows: int = 0

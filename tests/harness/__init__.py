@@ -1,0 +1,1 @@
+"""What the tests share: a small real model, an independent witness of its routes, real servers and engines."""
