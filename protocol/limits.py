@@ -13,11 +13,17 @@ MAX_HEADER_BYTES: Final = 4 << 20
 MAX_ROWS_BYTES: Final = 128 << 20
 """One patch: a prefix chunk has 32 MiB; a 64k-token prefill step of a 94x8 model 99 MB."""
 
+MAX_SEQ: Final = 1 << 62
+"""First number of an incarnation: counting on from here never leaves the 64 bits that an integer has on the wire."""
+
 MAX_SEGMENTS: Final = 65_536
 """Segments of one patch."""
 
 MAX_ID_CHARS: Final = 512
 """A request id, an engine id or an incarnation."""
+
+MAX_DETAIL_CHARS: Final = 1_024
+"""Why a request ended, as kept for people."""
 
 MAX_TOKENS: Final = 1 << 22
 """Positions of one life: 4 M, beyond any published context length."""

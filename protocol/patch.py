@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,9 @@ class Patch:
     """n segments over T rows.
 
     ids: the raw id column (`codec.decode_ids` opens it). starts, counts: int64[n]. offsets: int64[n+1].
-    kinds: uint8[n]. versions: int64[n]. rows: void[T] of row_nbytes each. token_ids: int64[T].
-    bad: int64 indices of rows that are missing. plain: every segment is one `forward` row, all clean, none opens.
+    kinds: uint8[n]. tags: int64[n], weight version << 32 | kind << 56. rows: [T, moe_layers * top_k] of the wire dtype.
+    token_ids: int64[T], as unsigned. bad: int64 indices of rows that are missing. plain: every segment is one `forward`
+    row, all clean, none opens.
     """
 
     ids: bytes
@@ -27,8 +29,8 @@ class Patch:
     counts: NDArray[np.int64]
     offsets: NDArray[np.int64]
     kinds: NDArray[np.uint8]
-    versions: NDArray[np.int64]
-    rows: NDArray[np.void]
+    tags: NDArray[np.int64]
+    rows: NDArray[np.int16] | NDArray[np.uint8]
     token_ids: NDArray[np.int64]
     bad: NDArray[np.int64]
     opens: tuple[tuple[int, str], ...]
@@ -45,6 +47,10 @@ class Loss:
     kinds: NDArray[np.uint8]
     opens: tuple[tuple[int, str], ...]
 
+
+VERSION_SHIFT: Final = 32
+KIND_SHIFT: Final = 56
+"""Where a row's tag has them; the token id is below."""
 
 _FORWARD_BYTE = bytes([Kind.FORWARD])
 
@@ -69,11 +75,14 @@ def open_patch(header: RoutedExpertsPatch, rows: codec.Buffer, token_ids: codec.
     if n and not 0 <= int(versions.min()) <= int(versions.max()) <= limits.MAX_WEIGHT_VERSION:
         raise ProtocolError("columns", f"weight versions must be in [0, {limits.MAX_WEIGHT_VERSION}]")
     _check_opens(header.opens, n)
-    cells, void = _rows(rows, total, geometry)
-    tokens = _column(token_ids, "<i4", total, "token_ids").astype(np.int64)
+    tags = versions
+    tags <<= VERSION_SHIFT
+    tags |= kinds.astype(np.int64) << KIND_SHIFT
+    cells, ids = _rows(rows, total, geometry)
+    tokens = _column(token_ids, "<u4", total, "token_ids").astype(np.int64)
     bad = _bad_rows(header.bad_rows, cells, geometry)
     plain = total == n and not len(bad) and not header.opens and header.kinds == _FORWARD_BYTE * n
-    return Patch(header.req_ids, starts, counts, offsets, kinds, versions, void, tokens, bad, header.opens, plain)
+    return Patch(header.req_ids, starts, counts, offsets, kinds, tags, ids, tokens, bad, header.opens, plain)
 
 
 def open_loss(header: RowsLost) -> Loss:
@@ -130,7 +139,7 @@ def _check_opens(opens: tuple[tuple[int, str], ...], n: int) -> None:
 
 def _rows(
     raw: codec.Buffer, total: int, geometry: Geometry
-) -> tuple[NDArray[np.uint16] | NDArray[np.uint8], NDArray[np.void]]:
+) -> tuple[NDArray[np.uint16] | NDArray[np.uint8], NDArray[np.int16] | NDArray[np.uint8]]:
     size, expected = memoryview(raw).nbytes, total * geometry.row_nbytes
     if size > limits.MAX_ROWS_BYTES:
         raise ProtocolError("oversized", f"rows of {size} bytes, at most {limits.MAX_ROWS_BYTES}")
@@ -141,8 +150,8 @@ def _rows(
             f"{geometry.wire_dtype} = {expected} bytes, found {size}",
         )
     unsigned: str = "u1" if geometry.wire_dtype.itemsize == 1 else "<u2"
-    cells = np.frombuffer(raw, dtype=unsigned).reshape(total, -1)
-    return cells, np.frombuffer(raw, dtype=np.dtype((np.void, geometry.row_nbytes)))
+    cells = np.frombuffer(raw, dtype=unsigned).reshape(total, geometry.num_moe_layers * geometry.top_k)
+    return cells, cells.view(geometry.wire_dtype)
 
 
 def _bad_rows(raw: bytes, cells: NDArray[np.uint16] | NDArray[np.uint8], geometry: Geometry) -> NDArray[np.int64]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from collector.core.arena import Arena, Layout, pack_meta
+from collector.core.arena import Arena, Layout
 from collector.core.life import Life, State
 from collector.core.lives import LifeTable
-from collector.core.sessions import Batch, Session
+from collector.core.sessions import Batch, Session, Streak
 from protocol.codec import decode_ids
 from protocol.errors import ProtocolError
 from protocol.messages import Kind, Range
@@ -33,17 +35,18 @@ class Assembly:
         batch = self._look_up(session, patch.ids, len(patch.starts), patch.opens, now)
         if patch.plain and batch.simple and self._apply_decode(session, patch, batch):
             return True
+        session.streak = None
         return self._apply_mixed(session, patch, batch, now)
 
     def lose(self, session: Session, loss: Loss, now: float) -> None:
         """Note rows that will not come: a lost `forward` ends its life at its start, whatever it held there."""
         batch = self._look_up(session, loss.ids, len(loss.starts), loss.opens, now)
         for i, life in enumerate(batch.lives):
-            if life is None or not self._takes(life, loss.kinds[i], now):
+            if life is None:
                 continue
             start, stop = int(loss.starts[i]), int(loss.starts[i] + loss.counts[i])
             life.note(now, f"rows [{start}, {stop}) lost by the emitter")
-            if loss.kinds[i] == Kind.FORWARD:
+            if loss.kinds[i] == Kind.FORWARD and self._takes(life, Kind.FORWARD, now):
                 self._end_at(life, start)
                 self._lives.last_forward[life.slot] = start
 
@@ -66,10 +69,11 @@ class Assembly:
         page, cell = self._cells(life, np.arange(start, stop))
         found = layout.meta[page, cell]
         found[page < 0] = 0
+        found[max(0, int(self._lives.end[life.slot]) - start) :] = 0
         return found
 
-    def rows(self, life: Life, start: int, stop: int) -> NDArray[np.void]:
-        """void[stop-start] rows of positions; those that hold nothing are undefined, see `meta`."""
+    def rows(self, life: Life, start: int, stop: int) -> NDArray[Any]:
+        """[stop-start, moe_layers * top_k] rows of positions; those that hold nothing are undefined, see `meta`."""
         page, cell = self._cells(life, np.arange(start, stop))
         return life.session.layout.rows[page, cell]
 
@@ -77,8 +81,9 @@ class Assembly:
 
     def _look_up(self, session: Session, ids: bytes, n: int, opens: tuple[tuple[int, str], ...], now: float) -> Batch:
         batch = session.batch
-        if batch is None or opens or batch.ids != ids:
+        if batch is None or opens or batch.ids != ids or len(batch.lives) != n:
             batch = session.batch = self._build(session, ids, n, opens, now)
+            session.streak = None
         return batch
 
     def _build(self, session: Session, ids: bytes, n: int, opens: tuple[tuple[int, str], ...], now: float) -> Batch:
@@ -99,21 +104,26 @@ class Assembly:
     # ------------------------------------------------------------------ writing
 
     def _apply_decode(self, session: Session, patch: Patch, batch: Batch) -> bool:
-        """A pure decode step: one row at or past the end of every life. False: it is not, or pages are short."""
-        table, slots, starts = self._lives, batch.slots, patch.starts
-        if bool((starts < table.end[slots]).any()):
-            return False
-        layout = session.layout
-        cell = starts - table.tail_start[slots]
-        if int(cell.max(initial=0)) >= layout.rows_per_page:
-            if not self._turn_pages(batch, starts, np.flatnonzero(cell >= layout.rows_per_page)):
+        """A pure decode step: one row at the end of every life. False: it is not, or not so simple."""
+        table, slots, starts, layout = self._lives, batch.slots, patch.starts, session.layout
+        streak = session.streak
+        if streak is None:
+            if (starts != table.end[slots]).any():
                 return False
-            cell = starts - table.tail_start[slots]
-        page = table.tail_page[slots]
-        layout.rows[page, cell] = patch.rows
-        layout.meta[page, cell] = pack_meta(patch.token_ids, patch.versions, patch.kinds)
+            streak = Streak(starts.copy(), table.tail_page[slots], starts - table.tail_start[slots])
+        elif (starts != streak.following).any():
+            return False
+        else:
+            streak.cell += 1
+        if int(streak.cell.max(initial=0)) >= layout.rows_per_page and not self._turn_pages(batch, streak, layout):
+            session.streak = None
+            return False
+        session.streak = streak
+        layout.rows[streak.page, streak.cell] = patch.rows
+        layout.meta[streak.page, streak.cell] = patch.token_ids | patch.tags
         table.last_forward[slots] = starts
-        table.end[slots] = starts + 1
+        streak.following += 1
+        table.end[slots] = streak.following
         return True
 
     def _apply_mixed(self, session: Session, patch: Patch, batch: Batch, now: float) -> bool:
@@ -121,12 +131,12 @@ class Assembly:
         table, layout = self._lives, session.layout
         starts, counts = patch.starts, patch.counts
         decode = (patch.kinds == Kind.FORWARD) & (counts == 1) & batch.single
-        decode &= starts >= table.end[batch.slots]
+        decode &= starts == table.end[batch.slots]
         others = np.flatnonzero(~decode)
         wanted: list[tuple[Life, int, int]] = []
         for i in others:
             life = batch.lives[i]
-            if life is not None:
+            if life is not None and not _is_surplus(life, patch.kinds[i]):
                 wanted.append((life, int(starts[i]), int(starts[i] + counts[i])))
         which = np.flatnonzero(decode)
         cell = starts[which] - table.tail_start[batch.slots[which]]
@@ -134,7 +144,7 @@ class Assembly:
         wanted.extend((batch.lives[i], int(starts[i]), int(starts[i]) + 1) for i in off)
         if not self._reserve(wanted, layout):
             return False
-        meta = pack_meta(patch.token_ids, np.repeat(patch.versions, counts), np.repeat(patch.kinds, counts))
+        meta = patch.token_ids | np.repeat(patch.tags, counts)
         clean = np.ones(len(meta), np.bool_)
         clean[patch.bad] = False
         for i in off:
@@ -148,7 +158,7 @@ class Assembly:
             cell = at - table.tail_start[slots]
             page = table.tail_page[slots]
             layout.rows[page[keep], cell[keep]] = patch.rows[row[keep]]
-            layout.meta[page[keep], cell[keep]] = meta[row[keep]]
+            layout.meta[page, cell] = np.where(keep, meta[row], 0)
         for i in others:
             life = batch.lives[i]
             part = slice(int(patch.offsets[i]), int(patch.offsets[i + 1]))
@@ -163,11 +173,11 @@ class Assembly:
     def _takes(self, life: Life, kind: int, now: float) -> bool:
         """Whether a segment still counts. A forward behind the emitter's own end is the surplus of an async step; one
         behind a trainer's length reopens the life, because only a new barrier can tell drafts from accepted rows."""
+        if _is_surplus(life, kind):
+            return False
         if life.state is State.INCOMPLETE:
             if kind != Kind.FORWARD:
                 self.touched.append(life)
-            elif life.ended:
-                return False
             else:
                 life.state, life.flush_asked, life.num_tokens = State.OPEN, None, None
                 life.note(now, "rows came after the trainer's length: open again")
@@ -179,7 +189,7 @@ class Assembly:
         life: Life,
         start: int,
         kind: int,
-        rows: NDArray[np.void],
+        rows: NDArray[Any],
         meta: NDArray[np.int64],
         keep: NDArray[np.bool_],
     ) -> None:
@@ -188,15 +198,19 @@ class Assembly:
         if kind == Kind.FORWARD:
             self._end_at(life, start)
             self._lives.last_forward[slot] = start
-        page, cell = self._cells(life, np.arange(start, stop))
-        if kind != Kind.FORWARD:
-            keep = keep & (layout.meta[page, cell] == 0)
-        if keep.all():
+        end = int(self._lives.end[slot])
+        if start > end:
+            self._clear(life, end, start)
+        at = np.arange(start, stop)
+        page, cell = self._cells(life, at)
+        empty = (at >= end) | (layout.meta[page, cell] == 0)
+        if empty.all() and keep.all():
             layout.rows[page, cell] = rows
             layout.meta[page, cell] = meta
         else:
+            layout.meta[page[empty], cell[empty]] = np.where(keep, meta, 0)[empty]
+            keep = keep & empty
             layout.rows[page[keep], cell[keep]] = rows[keep]
-            layout.meta[page[keep], cell[keep]] = meta[keep]
         if stop >= self._lives.end[slot]:
             self._lives.end[slot] = stop
             self._set_tail(life, stop - 1)
@@ -206,23 +220,33 @@ class Assembly:
         end = int(self._lives.end[life.slot])
         if start >= end:
             return
-        layout = life.session.layout
-        page, cell = self._cells(life, np.arange(start, end))
-        held = page >= 0
-        layout.meta[page[held], cell[held]] = 0
         self._lives.end[life.slot] = start
         self._lives.no_tail(life)
 
+    def _clear(self, life: Life, start: int, stop: int) -> None:
+        """Positions [start, stop) hold nothing, where they have a page."""
+        page, cell = self._cells(life, np.arange(start, stop))
+        held = page >= 0
+        life.session.layout.meta[page[held], cell[held]] = 0
+
     # ------------------------------------------------------------------ pages
 
-    def _turn_pages(self, batch: Batch, starts: NDArray[np.int64], which: NDArray[np.int64]) -> bool:
-        """Give the lives at `which` the page of their start as tail. False: the arena is full."""
-        turned = [(batch.lives[i], int(starts[i])) for i in which]
-        layout = turned[0][0].session.layout
-        if not self._reserve([(life, start, start + 1) for life, start in turned], layout):
+    def _turn_pages(self, batch: Batch, streak: Streak, layout: Layout) -> bool:
+        """Put the rows that fall off their page on a new one. False: no room, or not so simple."""
+        which = np.flatnonzero(streak.cell >= layout.rows_per_page)
+        numbers = streak.following[which] // layout.rows_per_page
+        lives = [batch.lives[i] for i in which.tolist()]
+        if len(lives) > self._arena.free_pages:
             return False
-        for life, start in turned:
-            self._set_tail(life, start)
+        if [len(life.pages) for life in lives] != numbers.tolist():  # type: ignore[union-attr]
+            return False
+        pages = self._arena.take(len(lives))
+        for life, page in zip(lives, pages, strict=True):
+            life.pages.append(page)  # type: ignore[union-attr]
+        slots, first = batch.slots[which], numbers * layout.rows_per_page
+        self._lives.tail_page[slots] = streak.page[which] = pages
+        self._lives.tail_start[slots] = first
+        streak.cell[which] = streak.following[which] - first
         return True
 
     def _reserve(self, wanted: list[tuple[Life, int, int]], layout: Layout) -> bool:
@@ -236,11 +260,13 @@ class Assembly:
                     need[life.slot, number] = life
         if len(need) > self._arena.free_pages:
             return False
-        pages = self._arena.take(len(need), layout) if need else []
+        pages = self._arena.take(len(need)) if need else []
         for ((_, number), life), page in zip(need.items(), pages, strict=True):
             if number >= len(life.pages):
                 life.pages.extend([-1] * (number + 1 - len(life.pages)))
             life.pages[number] = page
+            if number * per_page < self._lives.end[life.slot]:
+                layout.meta[page] = 0
         return True
 
     def _set_tail(self, life: Life, position: int) -> None:
@@ -254,3 +280,8 @@ class Assembly:
         number = positions // per_page
         table = np.append(np.asarray(life.pages, np.int64), -1)
         return table[np.minimum(number, len(table) - 1)], positions % per_page
+
+
+def _is_surplus(life: Life, kind: int) -> bool:
+    """A forward behind the emitter's own end."""
+    return life.state is State.INCOMPLETE and life.ended and kind == Kind.FORWARD

@@ -98,8 +98,9 @@ class Collector:
         return out
 
     def gather(self, effect: ServeRoutes) -> NDArray[Any] | None:
-        """The payload of an answer, or None when its rows were released before it could be sent."""
-        if effect.life.serial not in self.lives.by_serial or effect.life.state in (State.LOST, State.FAILED):
+        """The payload of an answer, or None when its rows were released, lost or replaced before it could be sent."""
+        gone = (State.OPEN, State.LOST, State.FAILED)
+        if effect.life.serial not in self.lives.by_serial or effect.life.state in gone:
             return None
         return gather(self.assembly, effect.life, effect.header)
 

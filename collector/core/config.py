@@ -14,7 +14,7 @@ class CoreConfig:
     liveness_s: float = 30.0
     """An emitter that says nothing for this long is dead, and its unfinished requests are lost."""
     ttl_s: float = 3600.0
-    """A settled request that nobody releases is forgotten after this."""
+    """A request that settled, or for which nothing came any more, is forgotten after this if nobody releases it."""
     grace_s: float = 10.0
     """How long a full arena waits for a release before the youngest unfinished request is shed."""
     incomplete_wait_s: float = 2.0

@@ -45,6 +45,7 @@ class Life:
     ended: bool = False
     """The emitter itself said the end, in sequence: later rows of this life are surplus."""
     flush_asked: int | None = None
+    flush_asked_at: float = 0.0
     finish: FinishReason | None = None
     settled_at: float = 0.0
     missing: tuple[Range, ...] = ()

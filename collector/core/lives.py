@@ -29,10 +29,13 @@ class LifeTable:
         self._free: list[int] = []
         self._serial = 0
         self.by_serial: dict[int, Life] = {}
+        self.newborn: list[Life] = []
+        """Opened since the retention last looked."""
         self.end: NDArray[np.int64] = np.zeros(0, np.int64)
         self.last_forward: NDArray[np.int64] = np.zeros(0, np.int64)
         self.tail_page: NDArray[np.int64] = np.zeros(0, np.int64)
         self.tail_start: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._grow()  # never empty: slot -1, "no life", must index something
 
     def __len__(self) -> int:
         return len(self._lives)
@@ -53,7 +56,7 @@ class LifeTable:
         None at the limit of lives: its rows are dropped and a pull hears `unknown`."""
         key = (session.incarnation, req_id)
         life = self._lives.get(key)
-        if life is not None:
+        if life is not None or req_id in session.opening:
             return life
         if len(self._lives) >= self._max_lives:
             self.refused += 1
@@ -70,7 +73,9 @@ class LifeTable:
         self._lives[key] = life
         self._names.setdefault(name, []).append(life)
         self.by_serial[life.serial] = life
+        self.newborn.append(life)
         session.lives[req_id] = life
+        session.opening.add(req_id)
         session.forget_batch()
         return life
 

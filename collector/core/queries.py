@@ -15,6 +15,9 @@ from collector.core.serving import BadPull, digest_of, header_for
 from protocol import codes, limits
 from protocol.messages import Flush, Problem, Pull, Range
 
+_ASK_AGAIN_S = 2.0
+"""A Flush that a full pipe dropped is asked again after this; the second answer to one question changes nothing."""
+
 
 @dataclass(slots=True, eq=False)
 class Waiting:
@@ -137,7 +140,7 @@ class Queries:
             return _Not(codes.LOST, life.reason, True)
         if life.state is State.FAILED:
             return _Not(codes.FAILED, life.reason, True)
-        if life.state is State.OPEN:
+        if life.state is State.OPEN or _needs_own_barrier(life, pull):
             self._ask_flush(life, pull, now)
             return _Not(codes.NOT_READY, f"still open, {len(life.pages)} pages held, no end was said", False)
         assert life.num_tokens is not None
@@ -162,11 +165,15 @@ class Queries:
 
     def _ask_flush(self, life: Life, pull: Pull, now: float) -> None:
         """A length is not an end: ask the emitter to say when everything launched has been shipped."""
-        if pull.num_tokens is None or life.flush_asked is not None or life.session.peer is None:
+        if pull.num_tokens is None or life.session.peer is None:
             return
-        life.flush_asked = pull.num_tokens
-        life.note(now, f"a trainer says {pull.num_tokens} tokens: flush asked")
-        self._emit(ToEngine(life.session.peer, Flush(life.req_id, pull.num_tokens)))
+        if life.flush_asked is None:
+            life.flush_asked = pull.num_tokens
+            life.note(now, f"a trainer says {pull.num_tokens} tokens: flush asked")
+        elif now < life.flush_asked_at + _ASK_AGAIN_S:
+            return
+        life.flush_asked_at = now
+        self._emit(ToEngine(life.session.peer, Flush(life.req_id, life.flush_asked)))
 
     def _tokens_match(self, life: Life, pull: Pull) -> bool:
         n = pull.num_tokens if pull.num_tokens is not None else life.num_tokens
@@ -176,8 +183,9 @@ class Queries:
 
     def _answer_problem(self, peer: bytes, pull: Pull, why: _Not) -> None:
         self.problems[why.code] += 1
-        text = f"{pull.request_id}: {why.message}"
-        self._emit(ToTrainer(peer, Problem(pull.nonce, why.code, text, pull.request_id, why.missing)))
+        request_id = pull.request_id[: limits.MAX_ID_CHARS]
+        text = f"{request_id}: {why.message}"
+        self._emit(ToTrainer(peer, Problem(pull.nonce, why.code, text, request_id, why.missing)))
 
 
 def _refusal(pull: Pull) -> _Not | None:
@@ -188,6 +196,14 @@ def _refusal(pull: Pull) -> _Not | None:
     if pull.timeout_ms < 0:
         return _Not(codes.BAD_REQUEST, "timeout_ms must not be negative", True)
     return None
+
+
+def _needs_own_barrier(life: Life, pull: Pull) -> bool:
+    """The barrier behind `incomplete` was of another trainer's length, which the engine may not have reached then: what
+    was held there may have been drafts."""
+    if life.state is not State.INCOMPLETE or life.ended or pull.num_tokens is None:
+        return False
+    return life.num_tokens is not None and pull.num_tokens < life.num_tokens
 
 
 def _ranges_text(missing: tuple[Range, ...]) -> str:

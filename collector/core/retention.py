@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
 from collector.core.config import CoreConfig
 from collector.core.life import Life, State
@@ -16,6 +16,8 @@ class Retention:
         self._config = config
         self._lives = lives
         self._settled: OrderedDict[int, float] = OrderedDict()
+        # (life, its mark, when to look again) of lives that may still take rows, soonest first.
+        self._watched: deque[tuple[Life, int, float]] = deque()
         self._tombstones: OrderedDict[str, None] = OrderedDict()
         self.released = 0
         self.expired = 0
@@ -39,7 +41,7 @@ class Retention:
 
     def tick(self, now: float) -> bool:
         """Forget what outlived its time. True when pages came free."""
-        freed = False
+        freed = self._forget_idle(now)
         while self._settled:
             serial, since = next(iter(self._settled.items()))
             if now - since < self._config.ttl_s:
@@ -51,6 +53,26 @@ class Retention:
             self._forget(life)
             self.expired += 1
             freed = True
+        return freed
+
+    def _forget_idle(self, now: float) -> bool:
+        """An open life whose end nobody says, and for which nothing came for a whole time to live, goes too: a request
+        of an engine that leaves the length to a trainer, which dropped the sample."""
+        freed, due = False, now + self._config.ttl_s
+        for life in self._lives.newborn:
+            self._watched.append((life, -1, due))
+        self._lives.newborn.clear()
+        while self._watched and self._watched[0][2] <= now:
+            life, mark, _ = self._watched.popleft()
+            if life.serial not in self._lives.by_serial or not life.takes_rows:
+                continue
+            end = int(self._lives.end[life.slot])
+            if life.state is State.OPEN and end == mark:
+                self._forget(life)
+                self.expired += 1
+                freed = True
+            else:
+                self._watched.append((life, end, due))
         return freed
 
     def _forget(self, life: Life) -> None:

@@ -84,13 +84,18 @@ def header_for(assembly: Assembly, life: Life, pull: Pull, num_tokens: int) -> R
     )
 
 
-def gather(assembly: Assembly, life: Life, header: Routes) -> NDArray[Any]:
-    """The array of an answer, C order, `header.shape` and `header.dtype`; -1 where nothing was captured."""
+def gather(assembly: Assembly, life: Life, header: Routes) -> NDArray[Any] | None:
+    """The array of an answer, C order, `header.shape` and `header.dtype`; -1 where nothing was captured. An incomplete
+    life may have changed since its header was made: what came since is left out, and where rows that the header
+    counts are gone there is no array."""
     geometry = life.session.geometry
     rows, start = header.shape[0], header.row_start
-    held = assembly.meta(life, start, start + rows) != 0
-    cells = assembly.rows(life, start, start + rows).view(geometry.wire_dtype)
-    cells = cells.reshape(rows, *geometry.row_shape)
+    held = np.ones(rows, np.bool_)
+    for first, stop in header.missing:
+        held[first - start : stop - start] = False
+    if not (assembly.meta(life, start, start + rows)[held] != 0).all():
+        return None
+    cells = assembly.rows(life, start, start + rows).reshape(rows, *geometry.row_shape)
     column = {layer: i for i, layer in enumerate(geometry.moe_layer_ids)}
     if header.layers == geometry.moe_layer_ids:
         out = cells.astype(header.dtype)

@@ -29,6 +29,16 @@ class Batch:
 
 
 @dataclass(slots=True, eq=False)
+class Streak:
+    """Decode steps of one batch in a row: where the next row of each life goes, advanced in place. following: int64[n]
+    positions. page, cell: int64[n] of the rows last written."""
+
+    following: NDArray[np.int64]
+    page: NDArray[np.int64]
+    cell: NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
 class Session:
     """What the core knows of one incarnation. `applied` is the last sequence number applied, in order, once."""
 
@@ -46,7 +56,10 @@ class Session:
     told_gap: int = -1
     stalled_at: float | None = None
     lives: dict[str, Life] = field(default_factory=dict)
+    opening: set[str] = field(default_factory=set)
+    """Lives that the next message opened: one that waited for room must not reopen what was released meanwhile."""
     batch: Batch | None = None
+    streak: Streak | None = None
     patches: int = 0
     rows: int = 0
 
@@ -57,3 +70,4 @@ class Session:
     def forget_batch(self) -> None:
         """A life of this incarnation opened, closed or stopped taking rows: look the ids up again."""
         self.batch = None
+        self.streak = None

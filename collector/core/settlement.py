@@ -5,7 +5,7 @@ from __future__ import annotations
 from collector.core.assembly import Assembly
 from collector.core.life import Life, State
 from collector.core.lives import LifeTable
-from protocol.limits import MAX_TOKENS
+from protocol.limits import MAX_DETAIL_CHARS, MAX_TOKENS
 from protocol.messages import FinishReason
 
 
@@ -18,8 +18,9 @@ class Settlement:
 
     def finished(self, life: Life, num_tokens: int | None, reason: FinishReason, detail: str, now: float) -> None:
         """The emitter's own finish, behind its last row: a length and an end."""
+        detail = detail[:MAX_DETAIL_CHARS]
         life.note(now, f"finished: {reason}, {num_tokens} tokens{': ' + detail if detail else ''}")
-        if not life.takes_rows:
+        if not life.takes_rows or (life.ended and reason != "failed"):
             self._second_finish(life, num_tokens, now)
             return
         life.ended, life.finish = True, reason
@@ -37,7 +38,8 @@ class Settlement:
 
     def flushed(self, life: Life, num_tokens: int, now: float) -> None:
         """The barrier a trainer's length asked for: everything launched before it has been applied."""
-        if life.state is State.OPEN and life.flush_asked == num_tokens:
+        if life.takes_rows and not life.ended and life.flush_asked == num_tokens:
+            life.flush_asked = None
             life.note(now, f"flushed at {num_tokens} tokens")
             self._count(life, num_tokens, now)
 
@@ -71,6 +73,7 @@ class Settlement:
         if 1 <= num_tokens < life.num_tokens:
             life.num_tokens = num_tokens
             life.note(now, f"a second finish trims it to {num_tokens} tokens")
+            self.refilled(life, now)
         else:
             life.note(now, f"conflict: a second finish says {num_tokens} tokens, {life.num_tokens} stand")
 

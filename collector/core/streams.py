@@ -12,11 +12,12 @@ from collector.core.life import Life
 from collector.core.lives import LifeTable
 from collector.core.sessions import Session
 from collector.core.settlement import Settlement
-from protocol import codec
+from protocol import codec, limits
 from protocol.errors import GeometryError, ProtocolError
 from protocol.messages import (
     Ack,
     Bye,
+    Flush,
     Flushed,
     Heartbeat,
     Hello,
@@ -54,7 +55,7 @@ class Streams:
         self._changed = changed
         self.sessions: dict[str, Session] = {}
         self.by_peer: dict[bytes, Session] = {}
-        self._unacked: set[Session] = set()
+        self._unacked: dict[Session, None] = {}
         self._shedding = False
         self.record = 0
         self.refused = 0
@@ -71,6 +72,8 @@ class Streams:
         try:
             applied = self._assembly.apply(session, event.patch, now)
         except ProtocolError as error:
+            # Whose rows these were cannot be read either: anybody's may be missing now.
+            self._lose_all(session, "a patch could not be read", now)
             self._refuse(session, event.seq, error.reason, str(error))
             return
         if not applied:
@@ -110,8 +113,9 @@ class Streams:
         if isinstance(message, Heartbeat):
             if message.next_seq > session.next_seq and session.stalled_at is None:
                 self._go_back(session)
-            elif session.acked < session.applied:
-                self._unacked.add(session)
+            else:
+                # Always answered: an Ack may have been lost on the way, and silence reads as a dead collector.
+                self._unacked[session] = None
             return
         if isinstance(message, Bye):
             self._die(session, "its engine left", now)
@@ -132,11 +136,13 @@ class Streams:
         else:
             life = self._lives.get(session, message.req_id)
             if life is not None:
+                unsettled = life.takes_rows
                 if isinstance(message, Flushed):
                     self._settlement.flushed(life, message.num_tokens, now)
                 else:
                     self._settlement.finished(life, message.num_tokens, message.reason, message.detail, now)
-                self._changed(life, now)
+                if unsettled:
+                    self._changed(life, now)
         self._applied(session, message.seq)
         self._refill(now)
 
@@ -146,35 +152,42 @@ class Streams:
             codec.check_id(hello.engine_id)
             geometry = hello.geometry.validate()
             layout = self._arena.layout(geometry)
-            if hello.first_seq < 0:
-                raise ProtocolError("columns", f"first_seq must not be negative, got {hello.first_seq}")
+            if not 0 <= hello.first_seq <= limits.MAX_SEQ:
+                raise ProtocolError("columns", f"first_seq must be in [0, {limits.MAX_SEQ}], got {hello.first_seq}")
         except (ProtocolError, GeometryError) as error:
             self._emit(ToEngine(peer, Refused("hello", str(error))))
             return
+        # A shipper that knew another state puts one message in front: which of its lives must reopen as lost.
+        known_elsewhere = hello.state_id not in ("", self._state_id) and hello.first_seq > 0
+        lowest = hello.first_seq - known_elsewhere
         session = self.sessions.get(hello.incarnation)
         if session is None:
             if len(self.sessions) >= self._config.max_sessions and not self._forget_session():
                 self._emit(ToEngine(peer, Refused("sessions", f"{len(self.sessions)} sessions are open")))
                 return
-            # A shipper that knew another state puts one message in front: which of its lives must reopen as lost.
-            known_elsewhere = hello.state_id not in ("", self._state_id) and hello.first_seq > 0
-            applied = hello.first_seq - (2 if known_elsewhere else 1)
-            session = Session(hello.incarnation, hello.engine_id, geometry, layout, applied, now)
+            session = Session(hello.incarnation, hello.engine_id, geometry, layout, lowest - 1, now)
             session.acked = session.applied
             self.sessions[hello.incarnation] = session
         elif session.geometry != geometry:
             self._emit(ToEngine(peer, Refused("geometry", "an incarnation cannot change its geometry")))
             return
-        elif hello.first_seq > session.next_seq:
+        elif lowest > session.next_seq:
             # Only acknowledged messages are forgotten by a shipper: this state is older than what it acknowledged.
             self._lose_all(session, "messages acknowledged elsewhere are not in this state", now)
-            session.applied = session.acked = hello.first_seq - 1
+            session.applied = session.acked = lowest - 1
+            session.pending.clear()
         if session.peer is not None:
             self.by_peer.pop(session.peer, None)
+        if (other := self.by_peer.get(peer)) is not None:
+            other.peer = None
         session.peer, session.heard_at, session.alive = peer, now, True
         self.by_peer[peer] = session
         session.stalled_at = None
         self._go_back(session)
+        for life in session.lives.values():
+            # The question, or its answer's connection, may have gone with the old one.
+            if life.flush_asked is not None and life.takes_rows:
+                self._emit(ToEngine(peer, Flush(life.req_id, life.flush_asked)))
 
     # ------------------------------------------------------------------ sequence
 
@@ -202,9 +215,10 @@ class Streams:
 
     def _applied(self, session: Session, seq: int) -> None:
         session.applied = seq
+        session.opening.clear()
         self.record += 1
         session.pending.append((self.record, seq))
-        self._unacked.add(session)
+        self._unacked[session] = None
 
     def _refuse(self, session: Session, seq: int, code: str, message: str) -> None:
         self.refused += 1
@@ -219,10 +233,10 @@ class Streams:
                 session.acked = session.pending.popleft()[1]
             self._ack(session)
             if not session.pending:
-                self._unacked.discard(session)
+                self._unacked.pop(session, None)
 
     def _ack(self, session: Session) -> None:
-        if session.peer is not None and session.acked >= 0:
+        if session.peer is not None:
             window = 0 if session.stalled_at is not None else self._config.window_bytes
             self._emit(ToEngine(session.peer, Ack(self._state_id, session.acked, window)))
 
@@ -272,7 +286,7 @@ class Streams:
         if session.peer is not None:
             self.by_peer.pop(session.peer, None)
             session.peer = None
-        self._unacked.discard(session)
+        self._unacked.pop(session, None)
         self._lose_all(session, why, now)
 
     def _lose_all(self, session: Session, why: str, now: float) -> None:

@@ -69,7 +69,10 @@ class Daemon:
         self.engines_endpoint = self._engines.endpoint
         self.trainers_endpoint = self._trainers.endpoint
         try:
-            memory = mmap.mmap(-1, config.budget)
+            memory = mmap.mmap(-1, config.budget, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # A step's rows go to as many places as it has requests: small pages would miss the TLB at each.
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                memory.madvise(mmap.MADV_HUGEPAGE)
         except (OSError, ValueError, OverflowError) as error:
             raise StartError(f"cannot map {config.budget} bytes of row memory: {error}") from None
         buffer = np.frombuffer(memory, np.uint8)

@@ -109,7 +109,6 @@ class ReplayBlock:
             return
         self._outputs[layer] = read
         self._recomputes_possible |= self._records_graph and not lineage.keeps_activations()
-        self._follow_graph(output)
 
     def _claims_recompute(self, layer: int) -> bool:
         number = lineage.executing_number()
@@ -153,8 +152,15 @@ class ReplayBlock:
         self._count()
 
     def _follow_graph(self, output: Any) -> None:
-        if self._token is not None:
-            lineage.attach(self._token, lineage.tensors_in(output))
+        """Where a checkpoint may recompute this forward, know for how long."""
+        if self._token is None or not (self._records_graph and self._recomputes_possible):
+            return
+        if lineage.attach(self._token, lineage.tensors_in(output), self._opened) == 0:
+            raise UntracedRecompute(
+                "a forward under checkpoints returned nothing whose graph could be followed",
+                expected="tensors with gradients, in tuples, lists or mappings",
+                found=type(output).__name__,
+            )
 
     def _count(self) -> None:
         self.report.forwards += 1

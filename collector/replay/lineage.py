@@ -68,11 +68,23 @@ def inside_reentrant_forward() -> bool:
     return False
 
 
-def attach(token: GraphToken, values: Iterable[Any]) -> None:
-    """Make the token live as long as the graph behind any of these tensors."""
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-            value.grad_fn.metadata[_TOKEN] = token
+def attach(token: GraphToken, outputs: Iterable[torch.Tensor], since: int) -> int:
+    """Make the token live as long as any part of the graph behind these tensors. Returns how many nodes hold it.
+
+    Every node counts, not the last ones alone: a loss may be made of a hidden state, and the outputs be dropped.
+    Nodes older than `since` are another graph's; those that gather gradients have no number and live with their
+    parameters.
+    """
+    until, seen = next_number(), set()
+    waiting = [each.grad_fn for each in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or not since <= node._sequence_nr() < until:
+            continue
+        seen.add(node)
+        node.metadata[_TOKEN] = token
+        waiting.extend(below for below, _ in node.next_functions)
+    return len(seen)
 
 
 def when_gone(token: weakref.ReferenceType[GraphToken], call: Callable[[], None]) -> None:

@@ -91,7 +91,7 @@ class Stream:
         self._geometry = geometry.validate()
         self._packer = Packer(geometry)
         self._window = Window(window_cap_bytes)
-        self._live = LiveLives()
+        self.live = LiveLives()
         self._stats = ShipperStats()
         self._state_id = ""
         self._hello_at = 0.0
@@ -133,6 +133,8 @@ class Stream:
         elif isinstance(item, Lost):
             self._declare_lost(item.plan)
         elif isinstance(item, Barrier):
+            # The trainer's length is all the end such a life ever gets.
+            self.live.finished(item.life, window.next_seq)
             window.add((codec.encode(Flushed(window.next_seq, item.life, item.num_tokens)),), 0)
         else:
             self._finish(item)
@@ -162,7 +164,7 @@ class Stream:
 
     def _finish(self, item: Finish) -> None:
         window = self._window
-        self._live.finished(item.life, window.next_seq)
+        self.live.finished(item.life, window.next_seq)
         done = RequestFinished(window.next_seq, item.life, item.num_tokens, item.reason, item.detail)
         window.add((codec.encode(done),), 0)
 
@@ -175,7 +177,7 @@ class Stream:
 
     def _note_opens(self, plan: StepPlan) -> None:
         for index, name in plan.opens:
-            self._live.opened(plan.req_ids[index], name, self._window.next_seq)
+            self.live.opened(plan.req_ids[index], name, self._window.next_seq)
 
     # ------------------------------------------------------------------ to the collector
 
@@ -225,10 +227,10 @@ class Stream:
         window = self._window
         if self._state_id not in ("", message.state_id) and message.next_seq == window.first_seq - 1:
             log.warning("the collector lost its state: live requests reopen as lost")
-            lives = self._live.opened_before(window.first_seq)
+            lives = self.live.opened_before(window.first_seq)
             window.put_first((self._packer.reopened(lives, window.first_seq - 1),))
         self._state_id = message.state_id
-        self._live.acked(message.next_seq - 1)
+        self.live.acked(message.next_seq - 1)
         if not window.go_to(message.next_seq):
             raise RuntimeError(f"the collector asks for message {message.next_seq}, not in the window")
         window.allow = message.window_bytes
@@ -237,4 +239,4 @@ class Stream:
     def _acked(self, seq: int) -> None:
         self._stats.acked_seq = max(self._stats.acked_seq, seq)
         self._window.acked(seq)
-        self._live.acked(seq)
+        self.live.acked(seq)

@@ -10,9 +10,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from collector.replay import replay_routes
-from collector.replay.errors import UntracedRecompute
+from collector.replay.errors import UnprovenReplay, UntracedRecompute
 from tests.replay.conftest import count_hooks
-from tests.replay.fakes import FakeMoe, StoppedRouter, routes_for, tokens
+from tests.replay.fakes import FakeMoe, LyingRouter, SortRouter, StoppedRouter, routes_for, tokens
 from tests.replay.families import PROMISED
 from tests.replay.rollout import (
     Batch,
@@ -133,6 +133,19 @@ def test_native_forwards_before_and_after_the_block_stay_native(
         assert same_gradients(gradients(model), expected)
 
 
+@reentrant
+def test_a_recompute_of_a_forward_that_was_not_seen_raises(reentrant: bool, make_model: MakeModel, seed: int) -> None:
+    model, batch = make_model("mixtral"), batch_of(seed)
+    enable(model, reentrant)
+    with replay_routes(model, random_routes(model, batch, seed), **batch.layout):
+        mine = loss_of(model(**batch.inputs).logits, batch)
+    unseen = model.model(**batch.inputs).last_hidden_state.sum()  # a part of the model: it has no hook of the block's
+    with pytest.raises(UntracedRecompute):
+        unseen.backward()
+    del mine
+    model.model(**batch.inputs).last_hidden_state.sum().backward()  # the block's graph is gone, and its hooks
+
+
 def test_a_graph_that_is_kept_replays_in_every_backward(make_model: MakeModel, seed: int) -> None:
     model, batch = make_model("gpt_oss"), batch_of(seed)
     routes = random_routes(model, batch, seed)
@@ -165,6 +178,53 @@ def test_a_graph_dropped_unused_takes_the_hooks_along(make_model: MakeModel, see
     assert count_hooks(model) > before
     del logits
     assert count_hooks(model) == before
+
+
+@reentrant
+def test_a_loss_of_a_hidden_state_replays_after_the_outputs_are_dropped(
+    reentrant: bool, make_model: MakeModel, seed: int
+) -> None:
+    model, batch = make_model("mixtral"), batch_of(seed)
+    routes, states = random_routes(model, batch, seed), []
+    handle = model.model.norm.register_forward_pre_hook(lambda _m, args: states.append(args[0]))
+    with replay_routes(model, routes, **batch.layout):
+        model(**batch.inputs)
+        model.zero_grad()
+        states.pop().sum().backward()
+    wanted = gradients(model)
+    enable(model, reentrant)
+    with replay_routes(model, routes, **batch.layout):
+        model(**batch.inputs)
+    model.zero_grad()
+    states.pop().sum().backward()
+    handle.remove()
+    assert same_gradients(gradients(model), wanted)
+
+
+def test_outputs_whose_graph_cannot_be_followed_are_refused(watched: Callable[[Any], Any], seed: int) -> None:
+    model = watched(FakeMoe())
+    model.checkpointing = {"use_reentrant": False}
+    inner = model.forward
+    model.forward = lambda input_ids: {inner(input_ids)}
+    with pytest.raises(UntracedRecompute), replay_routes(model, routes_for(seed)):
+        model(tokens())
+
+
+@reentrant
+@pytest.mark.parametrize("router", [LyingRouter, SortRouter], ids=["other experts", "no topk"])
+def test_a_recompute_that_does_not_replay_raises_in_the_backward(
+    router: type[torch.nn.Module], reentrant: bool, watched: Callable[[Any], Any], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model = watched(FakeMoe())
+    model.checkpointing = {"use_reentrant": reentrant}
+    with replay_routes(model, routes_for(seed)) as report:
+        loss = model(tokens()).sum()
+    model.layers[1].gate.__class__ = router
+    with pytest.raises(UnprovenReplay) as caught:
+        loss.backward()
+    assert caught.value.layer == 1
+    assert (report.forwards, report.recomputes) == (1, 0)
 
 
 def test_the_whole_model_in_one_nonreentrant_checkpoint(make_model: MakeModel, seed: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from collector.replay import replay_routes
 from collector.replay.errors import (
@@ -212,6 +213,34 @@ def test_a_failed_forward_can_be_tried_again_in_the_block(fake: Callable[..., Fa
     assert report.forwards == 1
 
 
+class Passing(TorchFunctionMode):
+    """Somebody else's mode, which lets everything through and remembers the topk calls it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += func is torch.topk
+        return func(*args, **(kwargs or {}))
+
+
+def test_other_function_modes_around_and_inside_the_block_change_nothing(
+    fake: Callable[..., FakeMoe], seed: int
+) -> None:
+    model, routes = fake(), routes_for(seed)
+    with replay_routes(model, routes):
+        wanted = model(tokens())
+    with Passing() as outer, torch.device("cpu"), replay_routes(model, routes) as report:
+        with Passing() as inner:
+            found = model(tokens())
+        assert torch.equal(model(tokens()), wanted)
+    assert torch.equal(found, wanted)
+    assert report.forwards == 2
+    assert inner.seen == 2  # once a router, for the row without a route; the others never reach a topk
+    assert outer.seen == 4
+
+
 def test_other_peoples_hooks_on_a_router_call_the_real_topk(fake: Callable[..., FakeMoe], seed: int) -> None:
     model, routes = fake(), routes_for(seed)
     native, seen = model.layers[0].gate(model.embed(tokens()))[2], []
@@ -276,6 +305,15 @@ def test_another_batch_than_described_raises(change: str, make_model: MakeModel,
         inputs["attention_mask"] = inputs["attention_mask"].flip(1)
     with pytest.raises(BatchMismatch), replay_routes(model, routes, **batch.layout):
         model(**inputs)
+
+
+def test_a_model_that_drops_tokens_on_the_way_raises(fake: Callable[..., FakeMoe], seed: int) -> None:
+    model = fake()
+    inner = model.forward
+    model.forward = lambda input_ids: inner(input_ids[:, 1:])
+    with pytest.raises(BatchMismatch) as caught, replay_routes(model, routes_for(seed)):
+        model(tokens())
+    assert (caught.value.expected, caught.value.found) == (fakes.TOKENS, fakes.TOKENS - 1)
 
 
 def test_a_model_without_routers_and_one_with_two_in_a_layer_are_refused(

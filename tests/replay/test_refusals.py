@@ -51,6 +51,10 @@ def another_length(routes: Pulled) -> None:
     routes.num_tokens, routes.array = TOKENS + 1, np.concatenate([routes.array, routes.array[:1]])
 
 
+def rows_of_a_prefix(routes: Pulled) -> None:
+    routes.num_tokens = TOKENS + 1
+
+
 def a_slice(routes: Pulled) -> None:
     routes.row_start = 2  # type: ignore[attr-defined]
 
@@ -125,6 +129,7 @@ def other_experts(routes: Pulled) -> None:
         (too_few_rows, WrongRowCount, None, None),
         (a_row_for_the_last_token, WrongRowCount, None, None),
         (another_length, WrongRowCount, None, None),
+        (rows_of_a_prefix, WrongRowCount, None, None),
         (a_slice, WrongRowCount, None, None),
         (duplicate, DuplicateExpert, 4, 2),
         (above_range, ExpertOutOfRange, 4, 2),
