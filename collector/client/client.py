@@ -216,7 +216,7 @@ class RouteClient:
 
     def _call(self, message: wire.TrainerMessage, expected: type[_T]) -> _T:
         self._send(message)
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.timeout + _SLACK_S
         while True:
             header = self._decode(self._receive(deadline))
             if header.nonce != message.nonce:

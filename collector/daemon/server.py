@@ -30,6 +30,8 @@ _ENGINE_BURST = 64
 _TRAINER_BURST = 16
 _TICK_S = 0.1
 _DRAIN_S = 5.0
+_QUIET_MS = 100
+"""Nothing heard for this long means that what engines had sent has been taken."""
 _MAX_TRAINER_FRAME = 2 * limits.MAX_HEADER_BYTES
 _MAX_ENGINE_FRAME = 2 * limits.MAX_ROWS_BYTES
 """Above these ZeroMQ closes the connection; between them and `limits` a peer gets a typed answer."""
@@ -95,7 +97,7 @@ class Daemon:
     def shutdown(self) -> None:
         """Take what engines had sent, acknowledge it, let trainers read their answers, close."""
         deadline = time.monotonic() + _DRAIN_S
-        while self._turn(0) and time.monotonic() < deadline:
+        while self._turn(_QUIET_MS) and time.monotonic() < deadline:
             pass
         while self._outbox.blocked and time.monotonic() < deadline:
             self._turn(5)
