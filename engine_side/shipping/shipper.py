@@ -49,6 +49,7 @@ class Shipper:
         self._queue = self._stream.queue
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._sleeping = False
+        self._over = False
         self._closing: float | None = None
         self._heard_at = 0.0
         self._said_away = False
@@ -62,30 +63,34 @@ class Shipper:
         self._thread.start()
 
     def put(self, step: LandingStep) -> None:
-        """Hand a step over. Never blocks, never raises for a dead collector."""
+        """Hand a step over. Never blocks, never raises for a dead collector, or behind `close`."""
+        if self._over:
+            step.free()
+            return
         self._queue.append(step)
         if self._sleeping:
             self._wake()
 
     def lost(self, plan: StepPlan) -> None:
         """Declare that the rows of a step will not come."""
-        self._queue.append(Lost(plan))
-        self._wake()
+        self._enqueue(Lost(plan))
 
     def finish(self, life_id: str, num_tokens: int | None, reason: FinishReason, detail: str = "") -> None:
         """End a life, behind the rows already put. num_tokens: prompt and generated tokens."""
-        self._queue.append(Finish(life_id, num_tokens, reason, detail))
-        if self._sleeping:
-            self._wake()
+        self._enqueue(Finish(life_id, num_tokens, reason, detail))
 
     def close(self, timeout: float = 10.0) -> bool:
         """Ship what is queued, say goodbye, end the thread. False when `timeout` seconds did not suffice: then what the
         collector had not acknowledged is gone, and it reports those requests as lost."""
-        if not self._thread.is_alive():
-            return self._stream.unacknowledged == 0
-        self._closing = time.monotonic() + timeout
-        self._wake()
-        self._thread.join(timeout + 5.0)
+        if self._closing is None:
+            self._closing = time.monotonic() + timeout
+            self._wake()
+            if self._thread.ident is not None:
+                self._thread.join(timeout + 5.0)
+            self._over = True
+            if not self._thread.is_alive():
+                os.close(self._wake_read)
+                os.close(self._wake_write)
         if not self._stream.drained:
             log.error("closed with %d messages that the collector never acknowledged", self._stream.unacknowledged)
         return self._stream.drained
@@ -93,6 +98,12 @@ class Shipper:
     def stats(self) -> ShipperStats:
         """A copy of the counters."""
         return self._stream.stats()
+
+    def _enqueue(self, item: Lost | Finish) -> None:
+        if not self._over:
+            self._queue.append(item)
+            if self._sleeping:
+                self._wake()
 
     def _wake(self) -> None:
         # A full pipe already wakes the thread.
@@ -120,8 +131,9 @@ class Shipper:
         finally:
             self._socket.close()
             context.term()
+            # Also when the thread failed: an engine goes on putting, and nothing may pile up behind it.
+            self._over = True
             self._free_queue()
-            os.close(self._wake_read)
 
     def _loop(self) -> None:
         poller = zmq.Poller()
