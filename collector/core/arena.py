@@ -39,7 +39,7 @@ def meta_kinds(meta: NDArray[np.int64]) -> NDArray[np.int64]:
 
 class Layout:
     """The pages as cells of one row size. rows: [pages, R, moe_layers * top_k]. meta: int64[pages, R], token id (32
-    bits), weight version (24), kind (8); 0 holds nothing. Cells at and past a life's end are undefined: nothing clears them."""
+    bits), weight version (24), kind (8); 0 holds nothing. Nothing clears cells at and past a life's end."""
 
     def __init__(self, buffer: NDArray[np.uint8], page_bytes: int, geometry: Geometry) -> None:
         size, item = geometry.row_nbytes, geometry.wire_dtype

@@ -41,6 +41,8 @@ class Assembly:
     def lose(self, session: Session, loss: Loss, now: float) -> None:
         """Note rows that will not come: a lost `forward` ends its life at its start, whatever it held there."""
         batch = self._look_up(session, loss.ids, len(loss.starts), loss.opens, now)
+        # A loss moves the ends of lives back: the next decode step must look where they are.
+        session.streak = None
         for i, life in enumerate(batch.lives):
             if life is None:
                 continue

@@ -61,7 +61,10 @@ def _run(model: Any, capture: Any, requests: list[Request], seed: int) -> None:
             waiting.update(dict.fromkeys(request.names, request))
             manager.num_return_sequences = SIBLINGS if request.group else 1
             manager.add_request(
-                request.prompt, request.request_id, max_new_tokens=request.new_tokens, streaming=request.cancel_after > 0
+                request.prompt,
+                request.request_id,
+                max_new_tokens=request.new_tokens,
+                streaming=request.cancel_after > 0,
             )
         cancelled = _collect(manager, capture, waiting)
     # After the engine's last step: everything a cancelled request had been given has been streamed by now.

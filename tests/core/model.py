@@ -1,4 +1,4 @@
-"""The rules of assembly as dictionaries: position -> row, one life at a time. Slow, and shares no code with the core."""
+"""The rules of assembly as dictionaries: position -> row, one life at a time. Shares no code with the core."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModelLife:
         return self.takes and not (self.state == "incomplete" and self.ended and kind is Kind.FORWARD)
 
     def begin(self, kind: Kind, start: int) -> None:
-        """Rule 2: a `forward`, even a lost one, ends the life where it starts; behind a mere length it opens it again."""
+        """Rule 2: a `forward`, even a lost one, ends the life at its start; behind a mere length it opens it again."""
         if kind is not Kind.FORWARD:
             return
         if self.state == "incomplete":
@@ -93,9 +93,8 @@ class ModelLife:
                     self.count(num_tokens)
             return
         self.ended = True
-        if reason == "failed" or (num_tokens is None and reason != "aborted"):
-            self.die("failed")
-        elif num_tokens is not None and num_tokens < 1:
+        no_length = num_tokens is None and reason != "aborted"
+        if reason == "failed" or no_length or (num_tokens is not None and num_tokens < 1):
             self.die("failed")
         elif reason == "aborted":
             self.num_tokens = self.prefix(self.last_forward + 1 if num_tokens is None else num_tokens - 1) + 1

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+
 from collector.core.events import Effect
 from protocol import codec
 from protocol.geometry import Geometry
 from protocol.messages import Flush, Flushed, Heartbeat, Kind, Refused, RequestFinished, Welcome
-from tests.core.driver import Bench, Emitter, answers_in, engine_messages, held
+from tests.core.driver import Bench, Emitter, engine_messages, held
 from tests.core.model import DEAD, Model, ModelEngine, ModelLife
 from tests.harness.patches import SMALL, WIDE, Seg, frames, random_seg, rows_lost
 
@@ -113,7 +114,7 @@ class World:
             n = self.chance.choice([1, 1, 1, 1, 1, 2, 3])
             segs.append(self._seg(engine, run.life, run.next, n))
             run.next = max(0, run.next + self.chance.randint(1, n))
-        if len(alive) < 4 and self.chance.random() < 0.5 or not segs:
+        if (len(alive) < 4 and self.chance.random() < 0.5) or not segs:
             segs += self._opening(engine)
         return segs
 
@@ -148,7 +149,7 @@ class World:
         run.over = True
         reason = self.chance.choices(["stop", "length", "aborted", "failed"], [5, 5, 3, 1])[0]
         exact: int | None = run.next + 1 + self.chance.choice([0, 0, 0, 0, -1, 1])
-        if reason == "aborted" and self.chance.random() < 0.5 or self.chance.random() < 0.03:
+        if (reason == "aborted" and self.chance.random() < 0.5) or self.chance.random() < 0.03:
             exact = None
         self._append_finish(engine, run.life, exact, reason)
 

@@ -1,4 +1,4 @@
-"""A geometry that cannot be is refused by name; the wire dtype is the narrowest that holds every id and "uncaptured"."""
+"""A geometry that cannot be is refused by name; the wire dtype is the narrowest that holds all ids and "uncaptured"."""
 
 from __future__ import annotations
 

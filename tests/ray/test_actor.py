@@ -33,11 +33,7 @@ def test_actor_serves_what_an_engine_shipped(cluster: None, seed: int) -> None:
 
     actor = RouteCollectorActor.remote(budget=16 << 20)
     endpoints = ray.get(actor.endpoints.remote())
-    rows = (
-        np.random.default_rng(seed)
-        .permuted(np.tile(np.arange(8), (5, 2, 1)), axis=2)[:, :, :2]
-        .astype(np.int16)
-    )
+    rows = np.random.default_rng(seed).permuted(np.tile(np.arange(8), (5, 2, 1)), axis=2)[:, :, :2].astype(np.int16)
     plan = StepPlan(
         1,
         ("1",),
