@@ -150,6 +150,7 @@ class ModelEngine:
     applied: int = -1
     stalled: bool = False
     connected: bool = True
+    opening: set[str] = field(default_factory=set)
     lives: dict[str, ModelLife] = field(default_factory=dict)
 
 
@@ -173,8 +174,10 @@ class Model:
 
     def open(self, engine: ModelEngine, segs: Sequence[Seg]) -> None:
         for seg in segs:
-            if seg.opens is not None and seg.life not in engine.lives:
+            # A life that a stalled patch opened and a trainer released stays released when the patch comes again.
+            if seg.opens is not None and seg.life not in engine.lives and seg.life not in engine.opening:
                 self._serial += 1
+                engine.opening.add(seg.life)
                 life = ModelLife(self, engine, seg.life, seg.opens, self._serial)
                 engine.lives[seg.life] = life
                 self.lives.append(life)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tests.harness.tiny import CHECKPOINT, END_OF_FILE, held_out_files, load_tiny, read_tokens, training_files
 
-SLICE = 4096  # tokens of the held-out text, from its beginning
+SLICE = 8192  # tokens of the held-out text, from its beginning
 
 
 @pytest.fixture(scope="module")

@@ -29,16 +29,20 @@ def routing(model: PreTrainedModel, tokens: Tensor) -> dict[str, float]:
 
     `expert_share_min` and `_max`: of one layer's choices, the part that goes to its least and most chosen
     expert. `rows_gap_below_X`: part of the rows whose last chosen and first left out expert have router
-    probabilities less than X apart.
+    probabilities less than X apart; `rows_logit_gap_below_0.001`: the same between their logits. A router that
+    is sure of fewer than `top_k` experts leaves tiny probabilities to the rest: near in the first sense only.
     """
     top_k, num_experts = model.config.num_experts_per_tok, model.config.num_experts
     chosen: list[Tensor] = []
     gaps: list[Tensor] = []
+    logit_gaps: list[Tensor] = []
     for batch in _batches(tokens):
-        logits = model(input_ids=batch, output_router_logits=True).router_logits
-        best = torch.stack(logits).softmax(-1).topk(top_k + 1)  # [moe_layers, tokens, top_k+1]
+        logits = torch.stack(model(input_ids=batch, output_router_logits=True).router_logits)
+        best = logits.softmax(-1).topk(top_k + 1)  # [moe_layers, tokens, top_k+1]
+        nearest = logits.topk(top_k + 1).values
         chosen.append(best.indices[..., :top_k].flatten(1))
         gaps.append((best.values[..., -2] - best.values[..., -1]).flatten())
+        logit_gaps.append((nearest[..., -2] - nearest[..., -1]).flatten())
     gap = torch.cat(gaps)
     shares = torch.stack([torch.bincount(layer, minlength=num_experts) for layer in torch.cat(chosen, 1)])
     shares = shares / shares.sum(1, keepdim=True)
@@ -46,6 +50,7 @@ def routing(model: PreTrainedModel, tokens: Tensor) -> dict[str, float]:
         "expert_share_min": float(shares.min()),
         "expert_share_max": float(shares.max()),
         **{f"rows_gap_below_{limit:g}": float((gap < limit).double().mean()) for limit in GAPS},
+        "rows_logit_gap_below_0.001": float((torch.cat(logit_gaps) < 1e-3).double().mean()),
     }
 
 

@@ -28,7 +28,8 @@ processor another order of additions, so a second run gives figures near these a
 
 Measured by that command on the checkpoint as read back from disk in fp32, in windows of 512 tokens. A row is
 one token in one MoE layer; its gap is the distance between the router probabilities of the last expert chosen
-and the first left out.
+and the first left out. Where a router is sure of fewer than four experts, the fourth and the fifth both have
+next to no probability: such rows are near in probability, but no near ties, as the gap between logits tells.
 """
 
 
@@ -47,6 +48,7 @@ def readme(figures: dict[str, Any]) -> str:
         "rows with a k/k+1 gap below 1e-5; 1e-6": (
             f"{figures['rows_gap_below_1e-05']:.3%}; {figures['rows_gap_below_1e-06']:.4%}"
         ),
+        "rows whose k/k+1 gap between logits is below 1e-3": f"{figures['rows_logit_gap_below_0.001']:.2%}",
         "share of its layer's choices, least; most used expert (even: 3.125%)": (
             f"{figures['expert_share_min']:.2%}; {figures['expert_share_max']:.2%}"
         ),
