@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-engines bench lint format clean distclean
+.PHONY: help setup demo test test-engines bench sim sim-mutants lint format clean distclean
 
 # The first Python on the path whose version is supported; `make PYTHON=... ` overrides it.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -27,6 +27,7 @@ help:
 	@echo "make test          lint, then the default tests"
 	@echo "make test-engines  the engine matrix on every supported version of the engine"
 	@echo "make bench         figures beside their peers and floors; writes build/bench.json"
+	@echo "make sim           SEEDS=2000 simulated worlds of faults;  make sim-mutants: each rule off is caught"
 	@echo "make lint          ruff and mypy;  make format rewrites the code"
 	@echo "make setup         the development environment in $(VENV)"
 	@echo "make clean         caches and build outputs;  make distclean the environments too"
@@ -48,6 +49,14 @@ test-engines: $(VENV)/$(STAMP) $(VENV_517)/$(STAMP)
 bench: $(VENV)/$(STAMP)
 	@mkdir -p build
 	$(VENV)/bin/python -m tests.bench $(ARGS)
+
+SEEDS ?= 2000
+
+sim: $(VENV)/$(STAMP)
+	$(VENV)/bin/python -m tests.sim $(SEEDS) $(ARGS)
+
+sim-mutants: $(VENV)/$(STAMP)
+	$(VENV)/bin/python -m tests.sim 1000 --mutants $(ARGS)
 
 lint: $(VENV)/$(STAMP)
 	$(VENV)/bin/ruff check .
