@@ -264,13 +264,20 @@ def _clear() -> list[Change]:
 
 def _pages() -> list[Change]:
     """A released request is still sent, from pages that may be another's."""
-
-    def send(self: Collector, effect: Any) -> Any:
-        return gather(self.assembly, effect.life, effect.header)
+    original, kept = LifeTable.free_rows, {}
 
     def free_rows(self: LifeTable, life: Life) -> None:
-        self._arena.give([page for page in life.pages if page >= 0])
-        life.session.forget_batch()
+        if life.pages:
+            kept[life] = life.pages
+        original(self, life)
+
+    def send(self: Collector, effect: Any) -> Any:
+        effect.life.pages = kept.get(effect.life, effect.life.pages)
+        try:
+            return gather(self.assembly, effect.life, effect.header)
+        finally:
+            if effect.life in kept:
+                effect.life.pages = []
 
     return [(Collector, "gather", send), (LifeTable, "free_rows", free_rows)]
 
