@@ -37,10 +37,10 @@ def test_a_seed_replays_to_the_same_end(world: int) -> None:
     story: list[str] = []
     with silence():
         assert simulate(world, story.append).digest == simulate(world).digest
-    assert len(story) > 200
+    assert len(story) > 100
 
 
-@pytest.mark.parametrize("rule", ["kind", "barrier", "bad rows are missing", "released is not served"])
+@pytest.mark.parametrize("rule", ["kind", "barrier", "bad rows are missing", "released stays released"])
 def test_a_rule_that_is_off_is_noticed(rule: str) -> None:
     seed, _, why = catch(rule, range(WORLDS))
     assert seed is not None
