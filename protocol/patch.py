@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -53,6 +54,9 @@ KIND_SHIFT: Final = 56
 """Where a row's tag has them; the token id is below."""
 
 _FORWARD_BYTE = bytes([Kind.FORWARD])
+_REMEMBERED: Final = 64
+_REMEMBERED_BYTES: Final = 16 << 10
+"""Offsets of 4,095 segments. Larger columns are not remembered: 64 of them could be a quarter of a gigabyte."""
 
 
 def open_patch(header: RoutedExpertsPatch, rows: codec.Buffer, token_ids: codec.Buffer, geometry: Geometry) -> Patch:
@@ -61,28 +65,46 @@ def open_patch(header: RoutedExpertsPatch, rows: codec.Buffer, token_ids: codec.
     Raises ProtocolError("columns" | "rows" | "oversized"). Ids outside [0, num_experts) refuse the patch; "uncaptured"
     in any cell makes that row a bad one, whether or not the emitter said so.
     """
-    offsets = _column(header.offsets, "<i4", None, "offsets").astype(np.int64)
+    once = len(header.offsets) > _REMEMBERED_BYTES
+    offsets, counts = (_offsets.__wrapped__ if once else _offsets)(header.offsets)
+    n, total = len(counts), int(offsets[-1])
+    starts = _starts(header.starts, counts)
+    kinds, tags = (_tags.__wrapped__ if once else _tags)(header.kinds, header.weight_versions, n)
+    _check_opens(header.opens, n)
+    cells, ids = _rows(rows, total, geometry)
+    tokens = _column(token_ids, "<u4", total, "token_ids").astype(np.int64)
+    bad = _bad_rows(header.bad_rows, cells, geometry)
+    plain = total == n and not len(bad) and not header.opens and header.kinds == _FORWARD_BYTE * n
+    return Patch(header.req_ids, starts, counts, offsets, kinds, tags, ids, tokens, bad, header.opens, plain)
+
+
+# The columns below repeat step after step while a batch decodes. Remembering them by their bytes takes a patch of 256
+# segments from 21 to 13 us. The arrays are shared between patches, and read-only.
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _offsets(raw: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    offsets = _column(raw, "<i4", None, "offsets").astype(np.int64)
     n = len(offsets) - 1
     if n < 0 or n > limits.MAX_SEGMENTS:
         raise ProtocolError("columns", f"{n} segments, at most {limits.MAX_SEGMENTS}")
     counts = offsets[1:] - offsets[:-1]
     if offsets[0] != 0 or (n and int(counts.min()) < 1):
         raise ProtocolError("columns", "offsets must start at 0 and ascend strictly")
-    total = int(offsets[-1])
-    starts = _starts(header.starts, counts)
-    kinds = _kinds(header.kinds, n)
-    versions = _column(header.weight_versions, "<i4", n, "weight_versions").astype(np.int64)
-    if n and not 0 <= int(versions.min()) <= int(versions.max()) <= limits.MAX_WEIGHT_VERSION:
+    offsets.flags.writeable = counts.flags.writeable = False
+    return offsets, counts
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _tags(raw_kinds: bytes, raw_versions: bytes, n: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    kinds = _kinds(raw_kinds, n)
+    tags = _column(raw_versions, "<i4", n, "weight_versions").astype(np.int64)
+    if n and not 0 <= int(tags.min()) <= int(tags.max()) <= limits.MAX_WEIGHT_VERSION:
         raise ProtocolError("columns", f"weight versions must be in [0, {limits.MAX_WEIGHT_VERSION}]")
-    _check_opens(header.opens, n)
-    tags = versions
     tags <<= VERSION_SHIFT
     tags |= kinds.astype(np.int64) << KIND_SHIFT
-    cells, ids = _rows(rows, total, geometry)
-    tokens = _column(token_ids, "<u4", total, "token_ids").astype(np.int64)
-    bad = _bad_rows(header.bad_rows, cells, geometry)
-    plain = total == n and not len(bad) and not header.opens and header.kinds == _FORWARD_BYTE * n
-    return Patch(header.req_ids, starts, counts, offsets, kinds, tags, ids, tokens, bad, header.opens, plain)
+    tags.flags.writeable = False
+    return kinds, tags
 
 
 def open_loss(header: RowsLost) -> Loss:
@@ -117,8 +139,9 @@ def _column(raw: codec.Buffer, dtype: str, n: int | None, name: str) -> NDArray[
 
 
 def _starts(raw: bytes, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    starts = _column(raw, "<i4", len(counts), "starts").astype(np.int64)
-    if len(starts) and (int(starts.min()) < 0 or int((starts + counts).max()) > limits.MAX_TOKENS):
+    # As unsigned a negative position is a huge one: a single pass finds both.
+    starts = _column(raw, "<u4", len(counts), "starts").astype(np.int64)
+    if len(starts) and int((starts + counts).max()) > limits.MAX_TOKENS:
         raise ProtocolError("columns", f"positions must be in [0, {limits.MAX_TOKENS})")
     return starts
 

@@ -18,8 +18,8 @@ def serve(
     engines: Annotated[str, typer.Option(help="Endpoint engines ship to: ipc://PATH or tcp://127.0.0.1:PORT.")] = "",
     trainers: Annotated[str, typer.Option(help="Endpoint trainers and this CLI ask.")] = "",
     budget: Annotated[str, typer.Option(help="Row memory.")] = "2GiB",
-    ttl: Annotated[float, typer.Option(help="Seconds a settled request is kept unless released.")] = 3600.0,
-    liveness: Annotated[float, typer.Option(help="Seconds of silence after which an engine is dead.")] = 30.0,
+    ttl: Annotated[float, typer.Option(help="Seconds a settled request is kept unless released.", min=1.0)] = 3600.0,
+    liveness: Annotated[float, typer.Option(help="Seconds of silence after which an engine is dead.", min=0.5)] = 30.0,
     window: Annotated[str, typer.Option(help="Bytes an engine may have unacknowledged.")] = "64MiB",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens.")] = False,
 ) -> None:

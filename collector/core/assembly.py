@@ -112,17 +112,21 @@ class Assembly:
         if streak is None:
             if (starts != table.end[slots]).any():
                 return False
-            streak = Streak(starts.copy(), table.tail_page[slots], starts - table.tail_start[slots])
-        elif (starts != streak.following).any():
+            cell = starts - table.tail_start[slots]
+            streak = Streak(starts.copy(), cell, layout.words(table.tail_page[slots], cell))
+        # As bytes: 0.2 us instead of the 0.8 of comparing elements, for 256.
+        elif starts.tobytes() != streak.following.tobytes():
             return False
         else:
             streak.cell += 1
-        if int(streak.cell.max(initial=0)) >= layout.rows_per_page and not self._turn_pages(batch, streak, layout):
+            streak.word += layout.cell_words
+        off = (streak.cell >= layout.rows_per_page).nonzero()[0]
+        if len(off) and not self._turn_pages(batch, streak, off, layout):
             session.streak = None
             return False
         session.streak = streak
-        layout.rows[streak.page, streak.cell] = patch.rows
-        layout.meta[streak.page, streak.cell] = patch.token_ids | patch.tags
+        layout.row_at[streak.word] = patch.rows.view(layout.row_dtype)[:, 0]
+        layout.meta_at[streak.word] = patch.token_ids | patch.tags
         table.last_forward[slots] = starts
         streak.following += 1
         table.end[slots] = streak.following
@@ -233,22 +237,21 @@ class Assembly:
 
     # ------------------------------------------------------------------ pages
 
-    def _turn_pages(self, batch: Batch, streak: Streak, layout: Layout) -> bool:
-        """Put the rows that fall off their page on a new one. False: no room, or not so simple."""
-        which = np.flatnonzero(streak.cell >= layout.rows_per_page)
-        numbers = streak.following[which] // layout.rows_per_page
-        lives = [batch.lives[i] for i in which.tolist()]
-        if len(lives) > self._arena.free_pages:
+    def _turn_pages(self, batch: Batch, streak: Streak, off: NDArray[np.intp], layout: Layout) -> bool:
+        """Put the rows `off` their pages on new ones. False: no room, or not so simple."""
+        if len(off) > self._arena.free_pages:
             return False
-        if [len(life.pages) for life in lives] != numbers.tolist():  # type: ignore[union-attr]
+        number, cell = np.divmod(streak.following[off], layout.rows_per_page)
+        lives = [batch.lives[i] for i in off.tolist()]
+        if [len(life.pages) for life in lives] != number.tolist():
             return False
         pages = self._arena.take(len(lives))
         for life, page in zip(lives, pages, strict=True):
-            life.pages.append(page)  # type: ignore[union-attr]
-        slots, first = batch.slots[which], numbers * layout.rows_per_page
-        self._lives.tail_page[slots] = streak.page[which] = pages
-        self._lives.tail_start[slots] = first
-        streak.cell[which] = streak.following[which] - first
+            life.pages.append(page)
+        slots, taken = batch.slots[off], np.array(pages)
+        self._lives.tail_page[slots] = taken
+        self._lives.tail_start[slots] = number * layout.rows_per_page
+        streak.cell[off], streak.word[off] = cell, layout.words(taken, cell)
         return True
 
     def _reserve(self, wanted: list[tuple[Life, int, int]], layout: Layout) -> bool:

@@ -31,11 +31,11 @@ class Batch:
 @dataclass(slots=True, eq=False)
 class Streak:
     """Decode steps of one batch in a row: where the next row of each life goes, advanced in place. following: int64[n]
-    positions. page, cell: int64[n] of the rows last written."""
+    positions. cell, word: int64[n] of the rows last written, in their pages and in the arena."""
 
     following: NDArray[np.int64]
-    page: NDArray[np.int64]
     cell: NDArray[np.int64]
+    word: NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)

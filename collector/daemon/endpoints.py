@@ -64,6 +64,10 @@ class Bound:
             self._path = None
             raise StartError(f"another collector serves {endpoint}: stop it, or choose another path") from None
         self._lock = lock
+        if self._path.exists() and not self._path.is_socket():
+            self._path = None
+            os.close(lock)
+            raise StartError(f"{path} is not a socket: it is left as it is, choose another path")
         self._path.unlink(missing_ok=True)
         self._bind(endpoint)
         self._path.chmod(0o600)
@@ -79,7 +83,10 @@ class Bound:
 
 
 def _require_loopback(address: str, endpoint: str) -> None:
-    host = address.rpartition(":")[0].strip("[]")
+    host, _, port = address.rpartition(":")
+    if not host or not (port in ("*", "0") or (port.isdigit() and int(port) < 65_536)):
+        raise StartError(f"{endpoint!r}: a tcp endpoint is tcp://127.0.0.1:PORT, with a port below 65536")
+    host = host.strip("[]")
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -70,6 +70,8 @@ class Daemon:
         self._trainers = self._router(context, config.trainers, _MAX_TRAINER_FRAME, send_hwm=8)
         self.engines_endpoint = self._engines.endpoint
         self.trainers_endpoint = self._trainers.endpoint
+        if config.budget < config.page_bytes:
+            raise StartError(f"the budget is too small: {config.budget} bytes, one page has {config.page_bytes}")
         try:
             memory = mmap.mmap(-1, config.budget, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             # A step's rows go to as many places as it has requests: small pages would miss the TLB at each.
@@ -78,10 +80,7 @@ class Daemon:
         except (OSError, ValueError, OverflowError) as error:
             raise StartError(f"cannot map {config.budget} bytes of row memory: {error}") from None
         buffer = np.frombuffer(memory, np.uint8)
-        try:
-            self.core = Collector(buffer, uuid.uuid4().hex, config.core, config.page_bytes)
-        except ValueError as error:
-            raise StartError(f"the budget is too small: {error}") from None
+        self.core = Collector(buffer, uuid.uuid4().hex, config.core, config.page_bytes)
         self._ingest = Ingest(self.core.geometry_of)
         self._outbox = Outbox(self._trainers.socket, self.core.gather)
         self._poller = zmq.Poller()

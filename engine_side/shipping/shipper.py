@@ -13,6 +13,7 @@ import zmq
 
 from engine_side.export.landing import LandingStep
 from engine_side.export.plan import StepPlan
+from engine_side.shipping.errors import checked
 from engine_side.shipping.stream import Finish, Lost, ShipperStats, Stream
 from protocol import codec
 from protocol.errors import ProtocolError
@@ -42,7 +43,7 @@ class Shipper:
         *,
         window_cap_bytes: int = 256 << 20,
     ) -> None:
-        self.collector = collector
+        self.collector = checked(collector)
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
         self._stream = Stream(geometry, engine_id, self.incarnation, window_cap_bytes)

@@ -1,4 +1,4 @@
-"""The floor of the path bench: the same frames over bare pyzmq, one way, nothing done with them."""
+"""What the path bench is measured against: the same frames over bare pyzmq, one way, nothing done with them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import json
 import sys
 import time
 
-import numpy as np
 import zmq
 
+from engine_side.shipping.pack import Packer
 from tests.bench.assembly import GEOMETRY
-
-REQUESTS = 256
+from tests.bench.path_steps import Steps
 
 
 def main() -> None:
-    """`receive ENDPOINT N` prints {"rate": messages a second}; `send ENDPOINT N` sends them."""
-    role, endpoint, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    """`receive ENDPOINT N SEED` prints {"rate": messages a second}; `send ENDPOINT N SEED` sends them."""
+    role, endpoint, count, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     context = zmq.Context()
     if role == "receive":
         socket = context.socket(zmq.ROUTER)
@@ -26,15 +25,13 @@ def main() -> None:
         for _ in range(count - 1):
             socket.recv_multipart(copy=False)
         print(json.dumps({"rate": (count - 1) / (time.perf_counter() - started)}))
-        socket.close()
     else:
         socket = context.socket(zmq.DEALER)
         socket.connect(endpoint)
-        rows = np.zeros(REQUESTS * GEOMETRY.row_nbytes, np.uint8).data
-        tokens, header = np.zeros(REQUESTS * 4, np.uint8).data, bytes(2000)
+        frames = Packer(GEOMETRY).step(Steps(seed).landed(1)).frames(1)
         for _ in range(count):
-            socket.send_multipart([header, rows, tokens], copy=False)
-        socket.close()
+            socket.send_multipart(frames, copy=False)
+    socket.close()
     context.term()
 
 

@@ -43,8 +43,8 @@ class Checker:
                 if cell is not None:
                     raise Violation(f"{where}: absent, but it had arrived")
                 continue
-            # Of a life that is asked for under another's length, what lies behind its own end is nobody's.
-            if header.status != "incomplete" or p < len(fact.tokens) - 1:
+            # A barrier for another's length proves nothing of this life's drafts.
+            if header.status != "incomplete" or header.num_tokens == fact.num_tokens:
                 self._row(fact, p, row, kinds[i], where)
             if self._facts.rows[row].version != versions[i]:
                 raise Violation(f"{where}: version {versions[i]}, computed by {self._facts.rows[row].version}")
@@ -95,7 +95,8 @@ class Checker:
 
     def _tokens(self, pull: Pull, header: Routes, fact: LifeFact, absent: set[int]) -> None:
         whole = header.row_start == 0 and header.shape[0] == header.num_tokens - 1
-        if header.status != "complete" and not whole:
+        other = header.status == "incomplete" and header.num_tokens != fact.num_tokens
+        if other or (header.status != "complete" and not whole):
             return
         known: Sequence[int] = fact.tokens[: header.num_tokens - 1]
         if len(known) == header.num_tokens - 1:

@@ -126,7 +126,9 @@ class Engine:
             if not w.request.opened:
                 w.request.opened = True
                 opens.append((i, w.request.fact.name))
-            if starts[i] >= 0 and self._chaos.strikes("plan_contradicted"):
+            # Only a step that lands shows that its plan was wrong.
+            lands = not {"copy_failed", "step_lost"} & self._options.faults.keys()
+            if starts[i] >= 0 and lands and self._chaos.strikes("plan_contradicted"):
                 starts[i] += 1
                 w.request.fact.harmed.add("plan contradicted")
         lives, counts = [w.request.fact.life for w in work], [w.count for w in work]

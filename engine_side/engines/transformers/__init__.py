@@ -24,7 +24,7 @@ def capture_routes(
     *,
     engine_id: str = "",
     window_cap_bytes: int = 256 << 20,
-    drain_s: float = 30.0,
+    drain_s: float = 10.0,
 ) -> Iterator[RouteCapture | CaptureOff]:
     """Within the block, every continuous-batching run of `model` ships its routes to `collector`.
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
+from engine_side.capture.errors import CaptureRefused
 from engine_side.capture.hooks import find_routers, geometry_of, hooked
 from engine_side.capture.recorder import RouteRecorder
 from engine_side.engines.transformers.compat import refuse_unsupported, require_supported
@@ -24,6 +25,8 @@ class RouteCapture:
 
     def __init__(self, model: Any, collector: str, engine_id: str, window_cap_bytes: int, drain_s: float) -> None:
         require_supported()
+        if "init_continuous_batching" in vars(model):
+            raise CaptureRefused("this model is being captured already: leave the other block first")
         self._model = model
         self._routers = find_routers(model)
         self.geometry = geometry_of(model, self._routers)
