@@ -81,7 +81,7 @@ class Arena:
         self.pages = len(self._buffer) // page_bytes
         # Popped from the end: the lowest pages are used first, so an idle daemon touches little memory.
         self._free = list(range(self.pages - 1, -1, -1))
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[tuple[int, int], Layout] = {}
 
     @property
     def free_pages(self) -> int:
@@ -89,10 +89,10 @@ class Arena:
 
     def layout(self, geometry: Geometry) -> Layout:
         """Cells for `geometry`'s rows. Raises GeometryError when one row is larger than a page."""
-        size = geometry.row_nbytes
-        if size not in self._layouts:
-            self._layouts[size] = Layout(self._buffer, self.page_bytes, geometry)
-        return self._layouts[size]
+        cells = (geometry.row_nbytes, geometry.wire_dtype.itemsize)
+        if cells not in self._layouts:
+            self._layouts[cells] = Layout(self._buffer, self.page_bytes, geometry)
+        return self._layouts[cells]
 
     def take(self, count: int) -> list[int]:
         """`count` pages, holding whatever they held. The caller has checked `free_pages`."""

@@ -47,8 +47,10 @@ class Packer:
         self._ids_column = codec.encode_ids(())
 
     def step(self, landing: LandingStep) -> Packed:
-        """Copy a landed step out of the ring. The arrays of the result own their memory."""
+        """Copy a landed step out of the ring. The arrays of the result own their memory. Raises ValueError when the
+        step's columns disagree in length with its plan."""
         plan = landing.plan
+        _require_rows(landing)
         counts = np.diff(plan.offsets)
         starts = landing.positions[plan.offsets[:-1]].astype(np.int32)
         device_starts = starts
@@ -109,6 +111,14 @@ class Packer:
         if ids != self._ids:
             self._ids, self._ids_column = ids, codec.encode_ids(ids)
         return self._ids_column
+
+
+def _require_rows(landing: LandingStep) -> None:
+    total = int(landing.plan.offsets[-1])
+    for name in ("rows", "token_ids", "positions", "status", "row_versions"):
+        column = getattr(landing, name)
+        if column is not None and len(column) != total:
+            raise ValueError(f"step {landing.plan.step} plans {total} rows, {name} holds {len(column)}")
 
 
 def _contradictions(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ import pytest
 import torch
 
 from tests.harness.tiny import load_tiny
+
+DEVICE = os.environ.get("R3_DEVICE", "cpu")
+"""Where engine and witness run; `cuda` on a machine that has it."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,11 @@ def collector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoints]:
 @pytest.fixture(scope="module")
 def witness() -> Any:
     torch.set_num_threads(1)
-    return load_tiny(torch.float32)
+    return load_tiny(torch.float32).to(DEVICE)
 
 
 @pytest.fixture
 def model(seed: int) -> Any:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    return load_tiny(torch.float32, attention="sdpa")
+    return load_tiny(torch.float32, attention="sdpa").to(DEVICE)

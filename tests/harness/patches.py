@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -78,11 +78,6 @@ def rows_lost(seq: int, segs: Sequence[Seg]) -> RowsLost:
     head = header(seq, segs)
     lengths = np.array([len(seg.rows) for seg in segs], "<i4").tobytes()
     return RowsLost(seq, head.req_ids, head.starts, lengths, head.kinds, head.opens)
-
-
-def cut(seg: Seg, n: int) -> Seg:
-    """The first `n` rows of a segment."""
-    return replace(seg, rows=seg.rows[:n], tokens=seg.tokens[:n], bad=tuple(i for i in seg.bad if i < n))
 
 
 def _replaced(head: RoutedExpertsPatch, fields: dict[str, Any]) -> RoutedExpertsPatch:

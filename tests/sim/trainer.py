@@ -154,7 +154,7 @@ class Trainer:
         if purpose == "released":
             return
         if purpose in ("trimmed", "longer", "wrong_tokens", "slice"):
-            gone = job.fact.harmed & {"collector wiped", "released"}
+            gone = job.fact.harmed & {"collector wiped", "released", "name used again"}
             if code in (codes.NOT_READY, codes.INCOMPLETE, codes.UNKNOWN) and not gone:
                 raise Violation(f"{job.fact.name}: complete before, now {code}")
             self._ask(job, job.then.pop()) if job.then else self._settle(job, "complete")

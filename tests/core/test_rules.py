@@ -1,0 +1,500 @@
+"""The rules of assembly one by one, each where breaking it would serve a wrong row or lose a right one."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protocol.messages import Kind, Refused
+from tests.core.driver import Answer, Bench, Emitter, held, pages_of
+from tests.harness.patches import SMALL, WIDE, Seg, random_seg
+
+F, R, C, REPAIR = Kind.FORWARD, Kind.RECOMPUTE, Kind.CACHED, Kind.REPAIR
+
+
+class Shipped:
+    """A bench with one welcomed engine, and segments with rows that are all different."""
+
+    def __init__(self, seed: int, geometry: Any = SMALL, **config: Any) -> None:
+        self.bench = Bench(**config)
+        self.engine = Emitter(self.bench, geometry=geometry)
+        self.engine.hello()
+        self.geometry = geometry
+        self.rng = np.random.default_rng(seed)
+
+    def seg(self, start: int, n: int, kind: Kind = F, life: str = "1", **more: Any) -> Seg:
+        return random_seg(self.rng, self.geometry, life, start, n, kind=kind, **more)
+
+    def served(self, name: str = "x", num_tokens: int | None = None, **more: Any) -> Answer:
+        answer = self.bench.pull(name, num_tokens, **more)
+        assert answer.routes is not None, answer.code
+        return answer
+
+    def rows(self, answer: Answer) -> np.ndarray:
+        """int16 [rows, moe_layers, top_k]."""
+        assert answer.array is not None
+        return answer.array[:, list(self.geometry.moe_layer_ids)]
+
+
+@pytest.fixture
+def world(seed: int) -> Shipped:
+    return Shipped(seed)
+
+
+def test_a_request_in_one_piece_is_served_as_it_was_shipped(world: Shipped) -> None:
+    seg = world.seg(0, 9, opens="x")
+    world.engine.patch(seg)
+    world.engine.finish("1", 10)
+    answer = world.served(tokens=seg.tokens, num_tokens=10)
+    assert np.array_equal(world.rows(answer), seg.rows)
+    assert answer.array is not None
+    assert (answer.array[:, [0, 2]] == -1).all(), "layers without a router"
+    assert answer.routes is not None
+    assert answer.routes.status == "complete"
+    assert answer.routes.provenance == ((0, 9, F),)
+
+
+# ------------------------------------------------------------------ rule 2: kinds
+
+
+def test_a_forward_ends_the_life_at_its_start_before_it_writes(world: Shipped) -> None:
+    drafts, accepted = world.seg(0, 6, opens="x"), world.seg(2, 2)
+    world.engine.patch(drafts)
+    world.engine.patch(accepted)
+    world.engine.finish("1", 5)
+    answer = world.served()
+    assert np.array_equal(world.rows(answer), np.concatenate([drafts.rows[:2], accepted.rows]))
+    assert len(held(world.bench.core, world.bench.life("x"))) == 4
+
+
+def test_rows_of_rejected_drafts_are_not_in_the_way_of_a_shorter_end(world: Shipped) -> None:
+    world.engine.patch(world.seg(0, 6, opens="x"))
+    world.engine.patch(world.seg(2, 1))
+    world.engine.finish("1", 6)
+    assert world.bench.state("x") == "incomplete", "positions 3 and 4 held rejected drafts, and nothing since"
+    problem = world.bench.pull("x").problem
+    assert problem is not None
+    assert problem.missing == ((3, 5),)
+
+
+@pytest.mark.parametrize("kind", [R, C, REPAIR])
+def test_other_kinds_only_fill_what_is_empty(world: Shipped, kind: Kind) -> None:
+    sampled, late = world.seg(2, 2, opens="x"), world.seg(0, 6, kind)
+    world.engine.patch(sampled)
+    world.engine.patch(late)
+    world.engine.finish("1", 7)
+    answer = world.served()
+    expected = late.rows.copy()
+    expected[2:4] = sampled.rows
+    assert np.array_equal(world.rows(answer), expected), "sampling-time rows win"
+    assert answer.routes is not None
+    assert answer.routes.provenance == ((0, 2, kind), (2, 4, F), (4, 6, kind))
+
+
+def test_rows_past_a_hole_are_kept_and_the_hole_is_named(world: Shipped) -> None:
+    first, third, second = world.seg(0, 2, opens="x"), world.seg(5, 2), world.seg(2, 3, REPAIR)
+    world.engine.patch(first)
+    world.engine.patch(third)
+    world.engine.finish("1", 8)
+    answer = world.bench.pull("x", partial=True)
+    assert answer.routes is not None
+    assert (answer.routes.status, answer.routes.missing) == ("incomplete", ((2, 5),))
+    assert (world.rows(answer)[2:5] == -1).all()
+    assert np.array_equal(world.rows(answer)[5:], third.rows)
+    world.engine.patch(second)
+    answer = world.served()
+    assert np.array_equal(world.rows(answer), np.concatenate([first.rows, second.rows, third.rows]))
+
+
+def test_a_hole_left_by_one_forward_is_not_filled_by_what_the_pages_held_before(seed: int) -> None:
+    world = Shipped(seed, pages=2)
+    world.engine.patch(world.seg(0, 8, opens="old"))
+    world.engine.finish("1", 9)
+    world.bench.release("old")
+    world.engine.patch(world.seg(0, 1, life="2", opens="new"))
+    world.engine.patch(world.seg(6, 1, life="2"))
+    world.engine.finish("2", 8)
+    problem = world.bench.pull("new").problem
+    assert problem is not None
+    assert problem.missing == ((1, 6),)
+
+
+def test_a_prefill_and_its_sampled_row_in_one_patch(world: Shipped) -> None:
+    cached, chunk, sampled = world.seg(0, 4, C, opens="x"), world.seg(4, 5, R), world.seg(9, 1)
+    world.engine.patch(cached, chunk, sampled)
+    world.engine.finish("1", 11)
+    answer = world.served()
+    assert answer.routes is not None
+    assert answer.routes.provenance == ((0, 4, C), (4, 9, R), (9, 10, F))
+    assert np.array_equal(world.rows(answer), np.concatenate([cached.rows, chunk.rows, sampled.rows]))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_mixed_batch_of_prefill_decode_and_opening_in_any_order(seed: int, order: tuple[int, ...]) -> None:
+    world = Shipped(seed)
+    world.engine.patch(world.seg(0, 3, life="d", opens="decode"), world.seg(0, 2, R, life="p", opens="prefill"))
+    parts = [world.seg(3, 1, life="d"), world.seg(2, 6, R, life="p"), world.seg(0, 1, life="n", opens="new")]
+    world.engine.patch(*(parts[i] for i in order))
+    names = {"d": "decode", "p": "prefill", "n": "new"}
+    for part in parts:
+        rows = held(world.bench.core, world.bench.life(names[part.life]))
+        for i, row in enumerate(part.rows):
+            assert rows[part.start + i][0] == tuple(row.ravel().tolist())
+
+
+# ------------------------------------------------------------------ rule 3: rows that are not clean
+
+
+@pytest.mark.parametrize("how", ["declared", "uncaptured"])
+@pytest.mark.parametrize("decode", [False, True])
+def test_a_row_that_is_not_clean_is_missing(world: Shipped, how: str, decode: bool) -> None:
+    world.engine.patch(world.seg(0, 2, opens="x"))
+    seg = world.seg(2, 1 if decode else 3, bad=(0,) if how == "declared" else ())
+    if how == "uncaptured":
+        seg.rows[0, 1, 0] = -1
+    world.engine.patch(seg)
+    world.engine.finish("1", 2 + len(seg.rows) + 1)
+    problem = world.bench.pull("x").problem
+    assert problem is not None
+    assert problem.missing == ((2, 3),)
+
+
+def test_a_row_that_is_not_clean_still_ends_what_stood_there(world: Shipped) -> None:
+    world.engine.patch(world.seg(0, 5, opens="x"))
+    world.engine.patch(world.seg(2, 1, bad=(0,)))
+    assert set(held(world.bench.core, world.bench.life("x"))) == {0, 1}
+    world.engine.patch(world.seg(2, 1, REPAIR))
+    assert set(held(world.bench.core, world.bench.life("x"))) == {0, 1, 2}
+
+
+# ------------------------------------------------------------------ losses
+
+
+def test_a_lost_forward_ends_the_life_at_its_start(world: Shipped) -> None:
+    world.engine.patch(world.seg(0, 6, opens="x"))
+    world.engine.lost(world.seg(3, 1))
+    world.engine.finish("1", 7)
+    problem = world.bench.pull("x").problem
+    assert problem is not None
+    assert problem.missing == ((3, 6),), "rows behind it were drafts that it might have rejected"
+
+
+@pytest.mark.parametrize("kind", [R, C, REPAIR])
+def test_a_lost_fill_ends_nothing(world: Shipped, kind: Kind) -> None:
+    world.engine.patch(world.seg(0, 6, opens="x"))
+    world.engine.lost(world.seg(3, 2, kind))
+    world.engine.finish("1", 7)
+    assert world.bench.state("x") == "complete"
+
+
+def test_a_loss_may_open_a_life(world: Shipped) -> None:
+    world.engine.lost(world.seg(0, 3, opens="x"))
+    world.engine.patch(world.seg(3, 1))
+    world.engine.finish("1", 5)
+    problem = world.bench.pull("x").problem
+    assert problem is not None
+    assert problem.missing == ((0, 3),)
+
+
+def test_decode_goes_on_behind_a_loss(world: Shipped) -> None:
+    """Also where decode steps of one batch are recognised by following each other."""
+    world.engine.patch(world.seg(0, 1, opens="x"))
+    for at in (1, 2, 3):
+        world.engine.patch(world.seg(at, 1))
+    world.engine.lost(world.seg(4, 1))
+    for at in (5, 6):
+        world.engine.patch(world.seg(at, 1))
+    assert set(held(world.bench.core, world.bench.life("x"))) == {0, 1, 2, 3, 5, 6}
+
+
+def test_a_refused_patch_acts_as_the_loss_of_its_rows(world: Shipped) -> None:
+    world.engine.patch(world.seg(0, 6, opens="x"), world.seg(0, 6, life="2", opens="y"))
+    bad = world.seg(3, 1)
+    bad.rows[0, 0, 0] = 99
+    (refused,) = [m for m in world.engine.patch(bad) if isinstance(m, Refused)]
+    assert (refused.code, refused.seq) == ("rows", 1)
+    assert set(held(world.bench.core, world.bench.life("x"))) == {0, 1, 2}
+    assert len(held(world.bench.core, world.bench.life("y"))) == 6
+
+
+@pytest.mark.parametrize("ids", [b"\xff", b"\x91\xa11", b"\x92\xa11"])
+def test_a_patch_whose_ids_cannot_be_read_loses_every_unfinished_life(world: Shipped, ids: bytes) -> None:
+    """Whose draft rows should have ended cannot be known any more."""
+    world.engine.patch(world.seg(0, 6, opens="x"), world.seg(0, 6, life="2", opens="y"))
+    world.engine.finish("2", 7)
+    world.engine.patch(world.seg(3, 1), world.seg(3, 1, life="3"), req_ids=ids)
+    assert world.bench.state("x") == "lost"
+    assert world.bench.state("y") == "complete"
+
+
+# ------------------------------------------------------------------ rule 4: a length is not an end
+
+
+def test_a_trainers_length_counts_only_behind_the_barrier(world: Shipped) -> None:
+    drafts, accepted = world.seg(0, 6, opens="x"), world.seg(4, 1)
+    world.engine.patch(drafts)
+    answer = world.bench.pull("x", 6, timeout_ms=5000)
+    assert answer.waits, "five rows are there, but the fifth is of a draft"
+    assert [type(e.message).__name__ for e in answer.effects] == ["Flush"]  # type: ignore[union-attr]
+    world.engine.patch(accepted)
+    world.engine.flushed("1", 6)
+    answer = world.served(num_tokens=6)
+    assert np.array_equal(world.rows(answer), np.concatenate([drafts.rows[:4], accepted.rows]))
+
+
+def test_an_unasked_or_wrong_flushed_settles_nothing(world: Shipped) -> None:
+    world.engine.patch(world.seg(0, 6, opens="x"))
+    world.engine.flushed("1", 7)
+    assert world.bench.state("x") == "open"
+    world.bench.pull("x", 7)
+    world.engine.flushed("1", 6)
+    assert world.bench.state("x") == "open"
+    world.engine.flushed("1", 7)
+    assert world.bench.state("x") == "complete"
+
+
+def test_rows_behind_a_length_that_was_too_long_open_the_life_again(world: Shipped) -> None:
+    world.engine.patch(world.seg(0, 4, opens="x"))
+    world.bench.pull("x", 10)
+    world.engine.flushed("1", 10)
+    assert world.bench.state("x") == "incomplete"
+    world.engine.patch(world.seg(4, 1))
+    assert world.bench.state("x") == "open"
+    world.engine.finish("1", 6)
+    assert world.bench.state("x") == "complete"
+
+
+def test_a_shorter_length_needs_a_barrier_of_its_own(world: Shipped) -> None:
+    """The first trainer was early: what was held at its barrier may have been drafts."""
+    drafts, accepted = world.seg(0, 6, opens="x"), world.seg(3, 1)
+    world.engine.patch(drafts)
+    world.bench.pull("x", 50)
+    world.engine.flushed("1", 50)
+    assert world.bench.pull("x", 50).code == "incomplete"
+    answer = world.bench.pull("x", 5, timeout_ms=5000)
+    assert answer.waits, "rows 0 to 3 are held, but nothing says that they are the accepted ones"
+    world.engine.patch(accepted)
+    world.bench.pull("x", 5, timeout_ms=5000)
+    world.engine.flushed("1", 5)
+    answer = world.served(num_tokens=5)
+    assert np.array_equal(world.rows(answer), np.concatenate([drafts.rows[:3], accepted.rows]))
+
+
+def test_the_emitters_own_finish_is_length_and_end(world: Shipped) -> None:
+    world.engine.patch(world.seg(0, 6, opens="x"))
+    world.engine.finish("1", 5)
+    assert world.served().routes.num_tokens == 5  # type: ignore[union-attr]
+
+
+def test_exactly_num_tokens_minus_one_rows_or_the_exact_ranges(world: Shipped) -> None:
+    world.engine.patch(world.seg(0, 6, opens="x"))
+    world.engine.finish("1", 9)
+    answer = world.bench.pull("x")
+    assert answer.code == "incomplete"
+    assert answer.problem is not None
+    assert answer.problem.missing == ((6, 8),)
+    assert "[6, 8)" in answer.problem.message
+
+
+@pytest.mark.parametrize("num_tokens", [None, 0, -1, (1 << 22) + 1, 2**62])
+def test_an_end_without_a_possible_length_fails_the_request(world: Shipped, num_tokens: int | None) -> None:
+    world.engine.patch(world.seg(0, 6, opens="x"))
+    world.engine.finish("1", num_tokens)
+    assert world.bench.pull("x").code == "failed"
+    assert not pages_of(world.bench.life("x"))
+
+
+def test_a_one_token_request_has_no_rows(world: Shipped) -> None:
+    world.engine.patch(world.seg(0, 1, opens="x"))
+    world.engine.finish("1", 1)
+    answer = world.served(num_tokens=1, tokens=[])
+    assert answer.array is not None
+    assert answer.array.shape == (0, 4, 2)
+
+
+# ------------------------------------------------------------------ rule 5: aborted
+
+
+def test_an_aborted_request_serves_at_most_its_length(world: Shipped) -> None:
+    seg = world.seg(0, 8, opens="x")
+    world.engine.patch(seg)
+    world.engine.finish("1", 6, "aborted")
+    assert world.bench.pull("x").code == "aborted"
+    answer = world.served(partial=True)
+    assert answer.routes is not None
+    assert (answer.routes.status, answer.routes.num_tokens) == ("aborted", 6)
+    assert np.array_equal(world.rows(answer), seg.rows[:5])
+
+
+def test_without_a_length_an_abort_serves_up_to_the_first_row_of_the_last_forward(world: Shipped) -> None:
+    first, drafts = world.seg(0, 4, R, opens="x"), world.seg(4, 3)
+    world.engine.patch(first, drafts)
+    world.engine.finish("1", None, "aborted")
+    answer = world.served(partial=True)
+    assert np.array_equal(world.rows(answer), np.concatenate([first.rows, drafts.rows[:1]]))
+
+
+@pytest.mark.parametrize(("num_tokens", "rows"), [(9, 2), (None, 2), (2, 1), (1, 0)])
+def test_an_aborted_prefix_ends_at_its_first_hole(world: Shipped, num_tokens: int | None, rows: int) -> None:
+    world.engine.patch(world.seg(0, 2, opens="x"))
+    world.engine.patch(world.seg(5, 3))
+    world.engine.finish("1", num_tokens, "aborted")
+    assert len(world.rows(world.served(partial=True))) == rows
+
+
+def test_aborted_before_any_row(world: Shipped) -> None:
+    world.engine.lost(world.seg(0, 3, opens="x"))
+    world.engine.finish("1", None, "aborted")
+    assert len(world.rows(world.served(partial=True))) == 0
+
+
+# ------------------------------------------------------------------ rule 6: two ends
+
+
+@pytest.mark.parametrize(("rows", "state"), [(9, "complete"), (4, "incomplete")])
+def test_of_two_finishes_the_smaller_trims_and_a_larger_changes_nothing(world: Shipped, rows: int, state: str) -> None:
+    world.engine.patch(world.seg(0, rows, opens="x"))
+    world.engine.finish("1", 8)
+    assert world.bench.state("x") == state
+    world.engine.finish("1", 10)
+    life = world.bench.life("x")
+    assert life.num_tokens == 8
+    assert any("conflict" in text for _, text in life.events)
+    world.engine.finish("1", 5)
+    assert world.bench.life("x").num_tokens == 5
+    assert world.bench.state("x") == "complete", "a shorter end may need none of the missing rows"
+    assert len(world.rows(world.served())) == 4
+
+
+def test_a_pull_below_the_finish_is_trimmed_and_above_it_a_mismatch(world: Shipped) -> None:
+    seg = world.seg(0, 9, opens="x")
+    world.engine.patch(seg)
+    world.engine.finish("1", 10)
+    answer = world.served(num_tokens=4, tokens=seg.tokens[:3])
+    assert answer.routes is not None
+    assert answer.routes.trimmed
+    assert np.array_equal(world.rows(answer), seg.rows[:3])
+    assert world.bench.pull("x", 11).code == "length_mismatch"
+    assert not world.served(num_tokens=10).routes.trimmed  # type: ignore[union-attr]
+
+
+def test_a_failure_behind_an_end_that_could_still_be_filled_wins(world: Shipped) -> None:
+    world.engine.patch(world.seg(0, 3, opens="x"))
+    world.engine.finish("1", 9)
+    world.engine.finish("1", None, "failed", "the device ran something else")
+    assert world.bench.pull("x").code == "failed"
+
+
+# ------------------------------------------------------------------ rule 7: after the end
+
+
+def test_complete_is_final(world: Shipped) -> None:
+    seg = world.seg(0, 6, opens="x")
+    world.engine.patch(seg)
+    world.engine.finish("1", 7)
+    for kind in Kind:
+        world.engine.patch(world.seg(3, 6, kind))
+    world.engine.lost(world.seg(0, 6))
+    world.engine.finish("1", None, "failed")
+    answer = world.served()
+    assert np.array_equal(world.rows(answer), seg.rows)
+    assert world.bench.core.stats()["rows_dropped"] == 24
+
+
+def test_the_surplus_of_an_async_step_takes_no_room_and_opens_nothing(seed: int) -> None:
+    world = Shipped(seed, pages=3)
+    world.engine.patch(world.seg(0, 3, opens="x"))
+    world.engine.finish("1", 9)
+    before = world.bench.core.arena.free_pages
+    world.engine.patch(world.seg(3, 5))
+    assert world.bench.state("x") == "incomplete"
+    assert world.bench.core.arena.free_pages == before
+    assert world.bench.core.stats()["rows_dropped"] == 5
+
+
+def test_late_rows_of_a_released_request_are_dropped_and_counted(world: Shipped) -> None:
+    world.engine.patch(world.seg(0, 3, opens="x"), world.seg(0, 3, life="2", opens="y"))
+    world.bench.release("x")
+    for at in (3, 4):
+        world.engine.patch(world.seg(at, 1), world.seg(at, 1, life="2"))
+    assert world.bench.core.stats()["rows_dropped"] == 2
+    assert len(held(world.bench.core, world.bench.life("y"))) == 5
+    assert world.bench.pull("x").code == "released"
+    world.engine.finish("1", 6)
+    assert world.bench.pull("x").code == "released"
+
+
+def test_rows_of_a_life_that_was_never_opened_are_dropped(world: Shipped) -> None:
+    world.engine.patch(world.seg(0, 1, life="stranger"))
+    world.engine.patch(world.seg(0, 3, life="stranger"), world.seg(7, 1, R, life="stranger"))
+    world.engine.lost(world.seg(0, 3, life="stranger"))
+    world.engine.finish("stranger", 4)
+    assert len(world.bench.core.lives) == 0
+    assert world.bench.core.stats()["rows_dropped"] == 5
+
+
+def test_an_empty_step_changes_nothing(world: Shipped) -> None:
+    world.engine.patch()
+    world.engine.patch(world.seg(0, 3, opens="x"))
+    world.engine.patch()
+    world.engine.lost()
+    assert len(held(world.bench.core, world.bench.life("x"))) == 3
+
+
+def test_more_segments_than_the_batch_before_had_are_not_taken_for_it(world: Shipped) -> None:
+    """The id column's bytes are equal, so a look-up by bytes alone would take the old batch for this one."""
+    world.engine.patch(world.seg(0, 1, opens="x"))
+    world.engine.patch(world.seg(1, 1))
+    one = world.seg(2, 1)
+    answers = world.engine.patch(one, one, one, req_ids=b"\x91\xa11")
+    assert [a.code for a in answers if isinstance(a, Refused)] == ["columns"]
+    assert world.bench.state("x") == "lost"
+
+
+def test_a_reason_longer_than_any_reader_wants_is_cut(world: Shipped) -> None:
+    world.engine.patch(world.seg(0, 1, opens="x"))
+    world.engine.finish("1", None, "failed", "x" * 3_000_000)
+    assert len(world.bench.life("x").reason) <= 1024
+    problem = world.bench.pull("x").problem
+    assert problem is not None
+    assert len(problem.message) < 2000
+
+
+# ------------------------------------------------------------------ rule 1: lives never mix
+
+
+def test_the_same_id_in_two_engines_is_two_lives(seed: int) -> None:
+    world = Shipped(seed)
+    other = Emitter(world.bench, "other", WIDE)
+    other.hello()
+    mine = world.seg(0, 4, opens="x")
+    theirs = random_seg(world.rng, WIDE, "1", 0, 5, opens="y")
+    world.engine.patch(mine)
+    other.patch(theirs)
+    world.engine.finish("1", 5)
+    other.finish("1", 6)
+    assert np.array_equal(world.rows(world.served("x")), mine.rows)
+    assert np.array_equal(world.served("y").array, theirs.rows)
+
+
+def test_two_geometries_whose_rows_have_equal_bytes_do_not_share_a_dtype(seed: int) -> None:
+    narrow = SMALL  # 2 layers x 2 ids x 1 byte
+    wide = type(SMALL)(num_layers=1, moe_layer_ids=(0,), top_k=2, num_experts=300)  # 1 layer x 2 ids x 2 bytes
+    assert narrow.row_nbytes == wide.row_nbytes
+    world = Shipped(seed)
+    other = Emitter(world.bench, "other", wide)
+    other.hello()
+    mine, theirs = world.seg(0, 4, opens="x"), random_seg(world.rng, wide, "1", 0, 5, opens="y")
+    world.engine.patch(mine)
+    other.patch(theirs)
+    for at in range(5, 9):
+        other.patch(random_seg(world.rng, wide, "1", at, 1))
+    world.engine.finish("1", 5)
+    other.finish("1", 10)
+    assert np.array_equal(world.rows(world.served("x")), mine.rows)
+    answer = world.served("y")
+    assert answer.array is not None
+    assert np.array_equal(answer.array[:5], theirs.rows)

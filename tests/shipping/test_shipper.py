@@ -1,0 +1,144 @@
+"""The shipper's thread: what it promises an engine whatever the collector does."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from engine_side.shipping.shipper import Shipper
+from protocol import codec
+from protocol.messages import Bye, Hello, Welcome
+from tests.harness.patches import SMALL
+from tests.harness.waiting import wait_until
+from tests.shipping.landings import decode
+
+
+@contextmanager
+def a_router(folder: Path) -> Iterator[zmq.Socket[bytes]]:
+    """A collector's socket, and no collector behind it."""
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.bind(f"ipc://{folder}/engines.sock")
+    try:
+        yield socket
+    finally:
+        socket.close()
+        context.term()
+
+
+def hear(socket: zmq.Socket[bytes]) -> tuple[bytes, object]:
+    assert socket.poll(10_000), "the shipper says nothing"
+    peer, *frames = socket.recv_multipart()
+    return peer, codec.decode_from_engine(frames)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_put_neither_blocks_nor_raises_when_nobody_is_there_and_close_says_what_was_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shipper = Shipper(f"ipc://{tmp_path}/nobody.sock", SMALL, "engine", window_cap_bytes=80)
+    shipper.start()
+    freed: list[int] = []
+    for i in range(100):
+        shipper.put(decode("1", i, free=lambda i=i: freed.append(i), opens=((0, "x"),) if i == 0 else ()))
+    shipper.finish("1", 101, "stop")
+    wait_until(lambda: shipper.stats().next_seq == 101, "all is in the window")
+    stats = shipper.stats()
+    assert stats.held_bytes == 80
+    assert (stats.patches, stats.rows_lost) == (10, 90)
+    assert freed == list(range(100))
+    started = time.monotonic()
+    assert not shipper.close(0.2)
+    assert time.monotonic() - started < 5
+    assert "101 messages that the collector never acknowledged" in caplog.text
+    assert not stats.connected
+
+
+def test_behind_close_nothing_piles_up(tmp_path: Path) -> None:
+    shipper = Shipper(f"ipc://{tmp_path}/nobody.sock", SMALL, "engine")
+    shipper.start()
+    assert shipper.close(0.2), "nothing was put, so nothing is lost"
+    freed: list[int] = []
+    shipper.put(decode("1", 0, free=lambda: freed.append(0)))
+    shipper.finish("1", 2, "stop")
+    shipper.lost(decode("1", 1).plan)
+    assert freed == [0]
+    assert shipper.close(0.2)
+    assert shipper.stats().next_seq == 0
+
+
+def test_a_shipper_that_was_never_started_closes(tmp_path: Path) -> None:
+    before = descriptors()
+    shipper = Shipper(f"ipc://{tmp_path}/nobody.sock", SMALL, "engine")
+    assert shipper.close(0.2)
+    assert descriptors() == before
+
+
+def test_goodbye_is_said_and_nothing_stays_behind(tmp_path: Path) -> None:
+    with a_router(tmp_path) as router:
+        before = descriptors()
+        shipper = Shipper(f"ipc://{tmp_path}/engines.sock", SMALL, "engine")
+        shipper.start()
+        peer, hello = hear(router)
+        assert isinstance(hello, Hello)
+        assert (hello.engine_id, hello.incarnation) == ("engine", shipper.incarnation)
+        router.send_multipart([peer, codec.encode(Welcome("s", 0, 1 << 20))])
+        wait_until(lambda: shipper.stats().connected, "the shipper is welcome")
+        assert shipper.close(5.0)
+        said = hear(router)[1]
+        while not isinstance(said, Bye):
+            said = hear(router)[1]
+        # The router's own end of the connection closes when it notices.
+        wait_until(lambda: descriptors() <= before, "its descriptors are gone")
+    assert not [t for t in threading.enumerate() if t.name == "r3-shipper"]
+
+
+def test_two_shippers_of_one_engine_are_two_incarnations(tmp_path: Path) -> None:
+    pair = [Shipper(f"ipc://{tmp_path}/nobody.sock", SMALL, "engine") for _ in range(2)]
+    assert pair[0].incarnation != pair[1].incarnation
+    assert all(each.close(0.1) for each in pair)
+
+
+def test_a_thread_that_failed_frees_what_it_held_and_what_comes_after(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with a_router(tmp_path) as router:
+        shipper = Shipper(f"ipc://{tmp_path}/engines.sock", SMALL, "engine")
+        shipper.start()
+        peer, _ = hear(router)
+        router.send_multipart([peer, codec.encode(Welcome("s", 99, 1 << 20))])
+        wait_until(lambda: "the shipper stopped" in caplog.text, "a collector out of its mind ends the thread")
+        wait_until(lambda: not [t for t in threading.enumerate() if t.name == "r3-shipper"], "it is gone")
+        freed: list[int] = []
+        for i in range(3):
+            shipper.put(decode("1", i, free=lambda i=i: freed.append(i)))
+        shipper.finish("1", 4, "stop")
+        shipper.lost(decode("1", 4).plan)
+        assert freed == [0, 1, 2]
+        assert shipper.stats().errors == 1
+        assert "asks for message 99" in caplog.text
+        shipper.close(0.2)
+
+
+def test_bytes_that_are_no_message_do_not_stop_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with a_router(tmp_path) as router:
+        shipper = Shipper(f"ipc://{tmp_path}/engines.sock", SMALL, "engine")
+        shipper.start()
+        peer, _ = hear(router)
+        for junk in (b"", b"\x07\x91", b"\x01" + b"\x91" * 5000, b"\x01\x91\x63"):
+            router.send_multipart([peer, junk])
+        router.send_multipart([peer, codec.encode(Welcome("s", 0, 1 << 20))])
+        wait_until(lambda: shipper.stats().connected, "the shipper is welcome")
+        assert caplog.text.count("the collector sent something else") == 4
+        assert shipper.close(5.0)
