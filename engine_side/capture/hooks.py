@@ -76,7 +76,10 @@ def hooked(routers: dict[int, nn.Module], keep: Callable[[int, Tensor], None]) -
 
 def _keeper(index: int, keep: Callable[[int, Tensor], None]) -> Callable[[nn.Module, Any, Any], None]:
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        keep(index, output[2].flatten(0, -2))
+        # Never raises into the model's forward: a router of another kind leaves its layer uncaptured, which is marked.
+        ids = output[2] if isinstance(output, tuple) and len(output) == 3 else None
+        if isinstance(ids, Tensor) and not ids.is_floating_point():
+            keep(index, ids.flatten(0, -2))
 
     return hook
 

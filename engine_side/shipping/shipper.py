@@ -48,7 +48,7 @@ class Shipper:
         self.incarnation = uuid.uuid4().hex
         self._stream = Stream(geometry, engine_id, self.incarnation, window_cap_bytes)
         self._queue = self._stream.queue
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_read = self._wake_write = -1
         self._sleeping = False
         self._over = False
         self._closing: float | None = None
@@ -61,6 +61,7 @@ class Shipper:
 
     def start(self) -> None:
         """Start the thread. Returns at once; a collector that is not there yet is waited for in the background."""
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread.start()
 
     def put(self, step: LandingStep) -> None:
@@ -85,11 +86,12 @@ class Shipper:
         collector had not acknowledged is gone, and it reports those requests as lost."""
         if self._closing is None:
             self._closing = time.monotonic() + timeout
-            self._wake()
-            if self._thread.ident is not None:
+            started = self._thread.ident is not None
+            if started:
+                self._wake()
                 self._thread.join(timeout + 5.0)
             self._over = True
-            if not self._thread.is_alive():
+            if started and not self._thread.is_alive():
                 os.close(self._wake_read)
                 os.close(self._wake_write)
         if not self._stream.drained:

@@ -88,6 +88,7 @@ class Stream:
         self.incarnation = incarnation
         self.queue: deque[Item] = deque()
         self.welcomed = False
+        self.dead = False
         self._geometry = geometry.validate()
         self._packer = Packer(geometry)
         self._window = Window(window_cap_bytes)
@@ -105,7 +106,7 @@ class Stream:
     @property
     def drained(self) -> bool:
         """Whether everything handed over was shipped and acknowledged."""
-        return not self.queue and len(self._window) == 0
+        return not self.dead and not self.queue and len(self._window) == 0
 
     def stats(self) -> ShipperStats:
         """A copy of the counters."""
@@ -115,6 +116,7 @@ class Stream:
     def failed(self) -> None:
         """Count an error that the thread met."""
         self._stats.errors += 1
+        self.dead = True
 
     # ------------------------------------------------------------------ from the engine
 
@@ -144,6 +146,7 @@ class Stream:
         try:
             step.wait()
             packed = self._packer.step(step)
+            frames = packed.frames(self._window.next_seq)
         except Exception:
             self._stats.errors += 1
             log.exception("step %d could not be read back: its rows are lost", step.plan.step)
@@ -153,7 +156,7 @@ class Stream:
             self._declare_lost(step.plan, packed.starts)
             return
         self._note_opens(step.plan)
-        self._window.add(packed.frames(self._window.next_seq), packed.nbytes)
+        self._window.add(frames, packed.nbytes)
         self._stats.patches += 1
         self._stats.rows += len(packed.rows)
         self._stats.bytes += packed.nbytes

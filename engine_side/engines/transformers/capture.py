@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
+import threading
+import weakref
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
-from engine_side.capture.errors import CaptureRefused
+from engine_side.capture.errors import CaptureError, CaptureRefused
 from engine_side.capture.hooks import find_routers, geometry_of, hooked
 from engine_side.capture.recorder import RouteRecorder
 from engine_side.engines.transformers.compat import refuse_unsupported, require_supported
+from engine_side.engines.transformers.lives import Lives
 from engine_side.engines.transformers.processor import ProcessorCapture
 from engine_side.engines.transformers.stats import CaptureStats
 from engine_side.engines.transformers.wrapping import replaced
 from engine_side.shipping.shipper import Shipper
+from protocol.ids import safe_id
+from protocol.limits import MAX_WEIGHT_VERSION
 
 
 class RouteCapture:
@@ -35,18 +41,44 @@ class RouteCapture:
         self._shipper = Shipper(collector, self.geometry, name, window_cap_bytes=window_cap_bytes)
         self._drain_s = drain_s
         self._installed = ExitStack()
-        self._processors: list[ProcessorCapture] = []
+        self._processors: list[weakref.ref[ProcessorCapture]] = []
         self._counts = CaptureStats()
+        self._managers: list[weakref.ref[Any]] = []
+        self._lives: list[Lives] = []
+        self._serial = itertools.count(1)
+        self._forward = threading.local()
+        self._closed = False
+        self._lock = threading.Lock()
         self.drained = False
 
+    def _keep(self, index: int, ids: Any) -> None:
+        """A router chose: of this thread's step if it runs one, of somebody else's forward otherwise."""
+        recorder = getattr(self._forward, "recorder", None)
+        if recorder is not None:
+            recorder.keep(index, ids)
+
     def __enter__(self) -> Self:
+        try:
+            return self._enter()
+        except BaseException:
+            self._drain_s = 0.0
+            self.__exit__(None, None, None)
+            raise
+
+    def _enter(self) -> Self:
         cached = getattr(self._model, "_cached_continuous_batching_manager", None)
-        self._installed.enter_context(hooked(self._routers, self._recorder.keep))
+        self._installed.enter_context(hooked(self._routers, self._keep))
         make_manager = self._model.init_continuous_batching
 
         def init_continuous_batching(*args: Any, **kwargs: Any) -> Any:
+            before = self._model.config._attn_implementation
             manager = make_manager(*args, **kwargs)
-            self._watch(manager)
+            try:
+                self._watch(manager)
+            except BaseException:
+                if self._model.config._attn_implementation != before:
+                    self._model.set_attn_implementation(before)
+                raise
             return manager
 
         self._installed.enter_context(replaced(self._model, "init_continuous_batching", init_continuous_batching))
@@ -58,21 +90,30 @@ class RouteCapture:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._installed.close()
-        for processor in self._processors:
-            processor.close()
-        self.drained = self._shipper.close(self._drain_s)
+        try:
+            with self._lock:
+                self._closed = True
+                self._installed.close()
+                for manager in self._managers:
+                    if (known := manager()) is not None:
+                        vars(known).pop("_create_batch_processor", None)
+            for processor in self._processors:
+                if (alive := processor()) is not None:
+                    alive.close()
+        finally:
+            self.drained = self._shipper.close(self._drain_s)
 
     def client_id(self, request_id: str) -> str:
         """The name that routes of the engine's `request_id` are collected under: differs for siblings only."""
-        for processor in reversed(self._processors):
-            name = processor.lives.client_id(request_id)
-            if name != request_id:
+        for lives in reversed(self._lives):
+            if (name := lives.client_id(request_id)) != safe_id(request_id):
                 return name
-        return request_id
+        return safe_id(request_id)
 
     def set_weight_version(self, version: int) -> None:
         """Stamp rows of forwards launched from now on. Call it when new weights are in place."""
+        if not 0 <= version <= MAX_WEIGHT_VERSION:
+            raise CaptureError(f"a weight version is in [0, {MAX_WEIGHT_VERSION}], got {version}")
         self._recorder.weight_version = version
 
     def stats(self) -> CaptureStats:
@@ -88,15 +129,20 @@ class RouteCapture:
 
         def create() -> Any:
             processor = make_processor()
-            if all(watched.processor is not processor for watched in self._processors):
-                self._processors.append(
-                    ProcessorCapture(processor, self._recorder, self._shipper, self._counts, self._installed)
-                )
+            with self._lock:
+                if not self._closed and "_generation_step" not in vars(processor):
+                    self._capture(processor)
             return processor
 
-        self._installed.enter_context(replaced(manager, "_create_batch_processor", create))
+        manager._create_batch_processor = create
+        # Weakly: a KV cache must not outlive its manager because it was captured.
+        self._managers.append(weakref.ref(manager))
         running = getattr(manager, "batch_processor", None)
         if running is not None:
-            self._processors.append(
-                ProcessorCapture(running, self._recorder, self._shipper, self._counts, self._installed)
-            )
+            self._capture(running)
+
+    def _capture(self, processor: Any) -> None:
+        lives = Lives(self._serial)
+        captured = ProcessorCapture(processor, self._recorder, self._shipper, self._counts, lives, self._forward)
+        self._lives.append(lives)
+        self._processors.append(weakref.ref(captured))

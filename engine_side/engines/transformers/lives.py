@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from protocol.ids import sibling_id
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+from protocol.ids import safe_id, sibling_id
 
 _REMEMBERED: Final = 100_000
 """Names of siblings that `client_id` still knows, also after their end."""
@@ -19,32 +22,39 @@ class Life:
 
     life_id: str
     name: str
+    state: Any
     opened: bool = False
     next: int = 0
     forked: bool = False
+    doubled: bool = False
 
 
 class Lives:
     """Lives by the engine's request id. A soft reset keeps the life; an id used again after its end is a new one."""
 
-    def __init__(self) -> None:
+    def __init__(self, serial: Iterator[int]) -> None:
+        self._serial = serial
         self._lives: dict[str, Life] = {}
         self._children: set[str] = set()
         self._named: OrderedDict[str, str] = OrderedDict()
-        self._count = 0
 
     def of(self, state: Any) -> Life:
         """The life of a `RequestState`, made when it is first seen."""
         life = self._lives.get(state.request_id)
+        if life is not None and life.state is not state and life.state.status < RequestStatus.FINISHED:
+            life.doubled = True  # an id used again while it runs: the engine itself mixes their caches
+        if life is not None:
+            life.state = state
         if life is None:
-            self._count += 1
             forked = state.request_id in self._children
-            life = self._lives[state.request_id] = Life(str(self._count), self._name(state), forked=forked)
+            life = self._lives[state.request_id] = Life(
+                str(next(self._serial)), self._name(state), state, forked=forked
+            )
         return life
 
     def client_id(self, request_id: str) -> str:
         """The name that routes of the engine's `request_id` are collected under."""
-        return self._named.get(request_id, request_id)
+        return self._named.get(request_id) or safe_id(request_id)
 
     def find(self, request_id: str) -> Life | None:
         """The life of an engine's request id, or None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -26,7 +27,7 @@ log = logging.getLogger("r3.capture")
 
 
 class ProcessorCapture:
-    """Installs itself on `processor`; `installed` undoes it."""
+    """Installs itself on `processor`, which is all that keeps it alive; `close` undoes it."""
 
     def __init__(
         self,
@@ -34,11 +35,14 @@ class ProcessorCapture:
         recorder: RouteRecorder,
         shipper: Shipper,
         counts: CaptureStats,
-        installed: ExitStack,
+        lives: Lives,
+        forward: threading.local,
     ) -> None:
         self.processor = processor
-        self.lives = Lives()
-        self._recorder = recorder
+        self.lives = lives
+        self._forward = forward
+        self._versions = recorder
+        self._recorder = RouteRecorder(recorder.geometry)
         self._shipper = shipper
         self._counts = counts
         self._device = torch.device(processor.model_device)
@@ -46,10 +50,16 @@ class ProcessorCapture:
         self._store: SlotStore | None = SlotStore(recorder.geometry, self._slots.num_slots, self._device)
         self._planner = RoutePlanner()
         self._exporter = StepExporter(recorder.geometry, self._device)
-        self._wrap(installed)
+        self._installed = ExitStack()
+        try:
+            self._wrap(self._installed)
+        except BaseException:
+            self._installed.close()
+            raise
 
     def close(self) -> None:
-        """Free the slot store. Lives that have not ended are lost with the shipper's goodbye."""
+        """Undo what was wrapped, free the slot store. Lives that have not ended are lost with the shipper's goodbye."""
+        self._installed.close()
         self._store = None
 
     # ------------------------------------------------------------------ what is wrapped
@@ -61,9 +71,15 @@ class ProcessorCapture:
         deliver_batch, fail_and_deliver = router.deliver_batch, router.fail_and_deliver
 
         def generation_step(model: Any) -> None:
+            # What the forward of another thread, on the same model, chooses is not this step's.
             self._recorder.drop()
             self._recorder.store = self._store
-            step(model)
+            self._recorder.weight_version = self._versions.weight_version
+            self._forward.recorder = self._recorder
+            try:
+                step(model)
+            finally:
+                self._forward.recorder = None
             self._safely(self._after_step)
 
         def clear_cancelled_requests() -> Any:
@@ -101,7 +117,12 @@ class ProcessorCapture:
 
     def _after_step(self) -> None:
         io = self.processor.inputs_and_outputs
-        batch = io.requests_in_batch
+        # A parent whose last prompt token waits for the fork stands in the batch with no token.
+        for future in io.requests_in_batch:
+            self.lives.of(future.state)  # names its children before the fork
+        batch = [future for future in io.requests_in_batch if future.query_length]
+        if not batch:
+            return
         lives = [self.lives.of(future.state) for future in batch]
         counts = [future.query_length for future in batch]
         starts = [f.state.position_offset - n for f, n in zip(batch, counts, strict=True)]
@@ -122,15 +143,18 @@ class ProcessorCapture:
         scheduled = ScheduledBatch([life.life_id for life in lives], starts, counts, accepted, opens)
         plan = self._planner.plan(scheduled, self._recorder.weight_version)
         self._counts.steps += 1
+        slots = None
         try:
-            slots = np.concatenate(
-                [
-                    self._slots.of(f.state.request_id, start, start + n)
-                    for f, start, n in zip(batch, starts, counts, strict=True)
-                ]
-            )
+            slots = torch.from_numpy(
+                np.concatenate(
+                    [
+                        self._slots.of(f.state.request_id, start, start + n)
+                        for f, start, n in zip(batch, starts, counts, strict=True)
+                    ]
+                )
+            ).to(self._device)
             rows = self._recorder.commit(
-                torch.from_numpy(slots).to(self._device),
+                slots,
                 io.position_ids.reshape(-1)[:total],
                 io.input_ids.reshape(-1)[:total],
                 total,
@@ -138,6 +162,9 @@ class ProcessorCapture:
             self._shipper.put(self._exporter.export(plan, rows))
         except Exception:
             self._shipper.lost(plan)
+            # The KV of these slots is new, their rows are an older occupant's: nothing may read them as proven.
+            assert self._recorder.store is not None
+            self._recorder.store.stamp_uncaptured(slots if slots is not None else slice(None))
             raise
         self._counts.rows += total
         self._counts.forward_rows += total
@@ -204,5 +231,7 @@ class ProcessorCapture:
 
     def _end(self, request_id: str, num_tokens: int | None, reason: FinishReason, detail: str = "") -> None:
         life = self.lives.end(request_id)
-        if life is not None:
+        if life is not None and life.doubled:
+            self._shipper.finish(life.life_id, None, "failed", "its id was used again while it ran")
+        elif life is not None:
             self._shipper.finish(life.life_id, num_tokens, reason, detail)
