@@ -50,3 +50,6 @@ MAX_PULL_TIMEOUT_MS: Final = 3_600_000
 
 MAX_WAITING_PULLS: Final = 4_096
 """Pulls that one trainer may leave waiting."""
+
+MAX_UNREAD_ANSWERS: Final = 8_192
+"""Answers that may wait for one trainer to read: 200,000 took 226 MB of the collector."""

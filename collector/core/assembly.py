@@ -26,6 +26,8 @@ class Assembly:
         self.dropped_rows = 0
         self.touched: list[Life] = []
         """Incomplete lives that got rows since the caller last looked: they may be complete now."""
+        self.too_long: list[Life] = []
+        """Lives that got a row beyond what the whole arena can hold since the caller last looked."""
 
     def apply(self, session: Session, patch: Patch, now: float) -> bool:
         """Write a patch. False when the arena has no pages for it: then no row was written.
@@ -68,16 +70,17 @@ class Assembly:
     def meta(self, life: Life, start: int, stop: int) -> NDArray[np.int64]:
         """int64[stop-start] meta of positions, 0 where nothing is held."""
         layout = life.session.layout
-        page, cell = self._cells(life, np.arange(start, stop))
-        found = layout.meta[page, cell]
-        found[page < 0] = 0
+        pages = self._pages(life, start, stop)
+        found = layout.meta[pages]
+        found[pages < 0] = 0
+        found = self._cut(found, start, stop, layout)
         found[max(0, int(self._lives.end[life.slot]) - start) :] = 0
         return found
 
     def rows(self, life: Life, start: int, stop: int) -> NDArray[Any]:
         """[stop-start, moe_layers * top_k] rows of positions; those that hold nothing are undefined, see `meta`."""
-        page, cell = self._cells(life, np.arange(start, stop))
-        return life.session.layout.rows[page, cell]
+        layout = life.session.layout
+        return self._cut(layout.rows[self._pages(life, start, stop)], start, stop, layout)
 
     # ------------------------------------------------------------------ looking up
 
@@ -136,13 +139,15 @@ class Assembly:
         """Any patch: its single decode rows by one scatter, the other segments one by one, in order."""
         table, layout = self._lives, session.layout
         starts, counts = patch.starts, patch.counts
+        # A position that can never be held would only make page tables grow: 32 MB a life at one row a page.
+        beyond = starts + counts > self._arena.pages * layout.rows_per_page
         decode = (patch.kinds == Kind.FORWARD) & (counts == 1) & batch.single
-        decode &= starts == table.end[batch.slots]
+        decode &= (starts == table.end[batch.slots]) & ~beyond
         others = np.flatnonzero(~decode)
         wanted: list[tuple[Life, int, int]] = []
         for i in others:
             life = batch.lives[i]
-            if life is not None and not _is_surplus(life, patch.kinds[i]):
+            if life is not None and not beyond[i] and not _is_surplus(life, patch.kinds[i]):
                 wanted.append((life, int(starts[i]), int(starts[i] + counts[i])))
         which = np.flatnonzero(decode)
         cell = starts[which] - table.tail_start[batch.slots[which]]
@@ -170,6 +175,9 @@ class Assembly:
             part = slice(int(patch.offsets[i]), int(patch.offsets[i + 1]))
             if life is None or not self._takes(life, patch.kinds[i], now):
                 self.dropped_rows += part.stop - part.start
+                continue
+            if beyond[i]:
+                self.too_long.append(life)
                 continue
             self._write(life, int(starts[i]), patch.kinds[i], patch.rows[part], meta[part], clean[part])
             if not clean[part].all():
@@ -278,6 +286,20 @@ class Assembly:
         number = position // life.session.layout.rows_per_page
         self._lives.tail_page[life.slot] = life.pages[number]
         self._lives.tail_start[life.slot] = number * life.session.layout.rows_per_page
+
+    def _pages(self, life: Life, start: int, stop: int) -> NDArray[np.int64]:
+        """Pages of positions [start, stop), the whole of them; -1 where none is allocated."""
+        per_page = life.session.layout.rows_per_page
+        first, last = start // per_page, -(-stop // per_page)
+        table = np.full(max(0, last - first), -1, np.int64)
+        have = life.pages[first:last]
+        table[: len(have)] = have
+        return table
+
+    def _cut(self, found: NDArray[Any], start: int, stop: int, layout: Layout) -> NDArray[Any]:
+        """Positions [start, stop) of the cells of `_pages`."""
+        skip = start % layout.rows_per_page
+        return found.reshape(-1, *found.shape[2:])[skip : skip + stop - start]
 
     def _cells(self, life: Life, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(page, cell) of positions; page is -1 where none is allocated."""

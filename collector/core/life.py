@@ -46,6 +46,10 @@ class Life:
     """The emitter itself said the end, in sequence: later rows of this life are surplus."""
     flush_asked: int | None = None
     flush_asked_at: float = 0.0
+    flush_digest: bytes | None = None
+    """Digest of the tokens of whoever asked, if it sent one."""
+    not_its_tokens: tuple[int, bytes] | None = None
+    """(num_tokens, digest) that a barrier proved to be of another request: it settles nothing here."""
     finish: FinishReason | None = None
     settled_at: float = 0.0
     missing: tuple[Range, ...] = ()

@@ -141,6 +141,8 @@ class Queries:
         if life.state is State.FAILED:
             return _Not(codes.FAILED, life.reason, True)
         if life.state is State.OPEN or _needs_own_barrier(life, pull):
+            if pull.token_digest is not None and life.not_its_tokens == (pull.num_tokens, pull.token_digest):
+                return _Not(codes.WRONG_TOKENS, "this run has other tokens than the ones sent", True)
             self._ask_flush(life, pull, now)
             return _Not(codes.NOT_READY, f"still open, {len(life.pages)} pages held, no end was said", False)
         assert life.num_tokens is not None
@@ -168,7 +170,7 @@ class Queries:
         if pull.num_tokens is None or life.session.peer is None:
             return
         if life.flush_asked is None:
-            life.flush_asked = pull.num_tokens
+            life.flush_asked, life.flush_digest = pull.num_tokens, pull.token_digest
             life.note(now, f"a trainer says {pull.num_tokens} tokens: flush asked")
         elif now < life.flush_asked_at + _ASK_AGAIN_S:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collector.core.assembly import Assembly
 from collector.core.life import Life, State
 from collector.core.lives import LifeTable
+from collector.core.serving import digest_of
 from protocol.limits import MAX_DETAIL_CHARS, MAX_TOKENS
 from protocol.messages import FinishReason
 
@@ -41,7 +42,10 @@ class Settlement:
         if life.takes_rows and not life.ended and life.flush_asked == num_tokens:
             life.flush_asked = None
             life.note(now, f"flushed at {num_tokens} tokens")
-            self._count(life, num_tokens, now)
+            if self._is_of_others(life, num_tokens):
+                life.note(now, "the trainer's tokens are not these: nothing settles")
+            else:
+                self._count(life, num_tokens, now)
 
     def refilled(self, life: Life, now: float) -> None:
         """Rows were filled into an incomplete life."""
@@ -57,6 +61,17 @@ class Settlement:
         life.num_tokens = num_tokens
         life.missing = self._assembly.missing(life, num_tokens - 1)
         self._settle(life, State.INCOMPLETE if life.missing else State.COMPLETE, now)
+
+    def _is_of_others(self, life: Life, num_tokens: int) -> bool:
+        """Whether the length came with tokens that are not this life's: under an id that was used again, a trainer may
+        ask for one run and find another, whose length it does not know."""
+        digest = life.flush_digest
+        if digest is None or self._assembly.missing(life, num_tokens - 1):
+            return False
+        if digest_of(self._assembly, life, num_tokens) == digest:
+            return False
+        life.not_its_tokens = (num_tokens, digest)
+        return True
 
     def _abort(self, life: Life, num_tokens: int | None, now: float) -> None:
         # Behind the first row of the last forward segment there may be drafts that nobody accepted.

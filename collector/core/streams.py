@@ -241,6 +241,10 @@ class Streams:
             self._emit(ToEngine(session.peer, Ack(self._state_id, session.acked, window)))
 
     def _refill(self, now: float) -> None:
+        while self._assembly.too_long:
+            life = self._assembly.too_long.pop()
+            self._settlement.lost(life, "budget: longer than the whole arena holds", now)
+            self._changed(life, now)
         while self._assembly.touched:
             life = self._assembly.touched.pop()
             self._settlement.refilled(life, now)

@@ -10,12 +10,13 @@ import zmq
 from numpy.typing import NDArray
 
 from collector.core.events import ServeRoutes, ToTrainer
-from protocol import codec, codes
+from protocol import codec, codes, limits
 from protocol.messages import Problem
 
 
 class Outbox:
-    """Sends to a ROUTER without ever blocking. `dropped` counts answers whose trainer had left."""
+    """Sends to a ROUTER without ever blocking. `dropped` counts answers whose trainer had left, or asked on and
+    on and never read."""
 
     def __init__(self, socket: zmq.Socket[bytes], gather: Callable[[ServeRoutes], NDArray[Any] | None]) -> None:
         self._socket = socket
@@ -32,7 +33,9 @@ class Outbox:
     def send(self, effect: ToTrainer | ServeRoutes) -> None:
         """Send now, or queue behind what already waits for that trainer."""
         queue = self._queues.get(effect.peer)
-        if queue is not None:
+        if queue is not None and len(queue) >= limits.MAX_UNREAD_ANSWERS:
+            self.dropped += 1
+        elif queue is not None:
             queue.append(effect)
         elif not self._try(effect):
             self._queues[effect.peer] = deque([effect])
@@ -48,19 +51,10 @@ class Outbox:
 
     def _try(self, effect: ToTrainer | ServeRoutes) -> bool:
         """False when the trainer's pipe is full."""
-        if isinstance(effect, ServeRoutes):
-            payload = self._gather(effect)
-            if payload is None:
-                pull = effect.pull
-                text = f"{pull.request_id}: released before it could be sent"
-                effect = ToTrainer(effect.peer, Problem(pull.nonce, codes.RELEASED, text, pull.request_id))
-                parts: list[Any] = [effect.peer, codec.encode(effect.message)]
-            else:
-                parts = [effect.peer, codec.encode(effect.header), payload.reshape(-1).view("u1").data]
-        else:
-            parts = [effect.peer, codec.encode(effect.message)]
         try:
-            self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+            # The peer's frame asks for room and, once taken, gets it for the whole message: rows are gathered only
+            # then, not again at every try (35 % of a core beside one trainer that did not read 19 MB answers).
+            self._socket.send(effect.peer, zmq.NOBLOCK | zmq.SNDMORE)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -68,5 +62,17 @@ class Outbox:
                 raise
             self.dropped += 1
             return True
-        self.bytes_served += sum(len(part) for part in parts[1:])
+        parts = self._parts(effect)
+        self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        self.bytes_served += sum(len(part) for part in parts)
         return True
+
+    def _parts(self, effect: ToTrainer | ServeRoutes) -> list[Any]:
+        if isinstance(effect, ToTrainer):
+            return [codec.encode(effect.message)]
+        payload = self._gather(effect)
+        if payload is not None:
+            return [codec.encode(effect.header), payload.reshape(-1).view("u1").data]
+        pull = effect.pull
+        text = f"{pull.request_id}: released before it could be sent"
+        return [codec.encode(Problem(pull.nonce, codes.RELEASED, text, pull.request_id))]

@@ -32,6 +32,9 @@ class ModelLife:
     num_tokens: int | None = None
     ended: bool = False
     flush: int | None = None
+    flush_tokens: tuple[int, ...] | None = None
+    others: tuple[int, ...] | None = None
+    """Tokens, less the last, that a barrier proved to be another's: their length settles nothing."""
     last_forward: int = 0
     settled_at: float = 0.0
     """When an end was last said, or a row filled in: the time to live runs from here."""
@@ -109,7 +112,11 @@ class ModelLife:
             self.settled_at = self.model.now
         if self.takes and not self.ended and self.flush == num_tokens:
             self.flush = None
-            self.count(num_tokens)
+            tokens, whole = self.flush_tokens, self.prefix(num_tokens - 1) == num_tokens - 1
+            if tokens is not None and whole and not self.digest_matches(tokens):
+                self.others = tokens
+            else:
+                self.count(num_tokens)
 
     def die(self, state: str) -> None:
         self.settled_at = self.model.now
@@ -188,7 +195,7 @@ class Model:
         need: dict[str, set[int]] = {}
         for seg in segs:
             life = engine.lives.get(seg.life)
-            if life is not None and life.wants(seg.kind):
+            if life is not None and life.wants(seg.kind) and not self._too_long(engine, seg):
                 numbers = {p // engine.rows_per_page for p in range(seg.start, seg.stop)}
                 need.setdefault(seg.life, set()).update(numbers - life.pages)
         if sum(map(len, need.values())) > self.free:
@@ -196,14 +203,24 @@ class Model:
             return False
         for name, numbers in need.items():
             engine.lives[name].pages |= numbers
-        touched = []
+        touched, too_long = [], []
         for seg in segs:
             life = engine.lives.get(seg.life)
             if life is not None and life.wants(seg.kind):
-                life.write(seg)
-                touched.append(life)
+                if self._too_long(engine, seg):
+                    too_long.append(life)
+                else:
+                    life.write(seg)
+                    touched.append(life)
+        for life in too_long:
+            if life.takes:
+                life.die("lost")
         self._refill(touched)
         return True
+
+    def _too_long(self, engine: ModelEngine, seg: Seg) -> bool:
+        """Whether no arena of this size could ever hold it: then it need not wait for room."""
+        return seg.stop > self.pages * engine.rows_per_page
 
     def lost(self, engine: ModelEngine, segs: Sequence[Seg]) -> None:
         self.open(engine, segs)

@@ -274,7 +274,7 @@ class World:
         self.seen[expected] += 1
         assert answer.code == ("" if expected == "routes" else expected)
         if expected == "not_ready" and of is not None and num_tokens is not None and of.flush is None:
-            of.flush = num_tokens
+            of.flush, of.flush_tokens = num_tokens, None if tokens is None else tuple(tokens)
         if expected == "incomplete":
             assert of is not None
             assert answer.problem is not None
@@ -300,14 +300,15 @@ class World:
         (life,) = fit
         if life.state in DEAD:
             return life.state, life
+        others = tokens is not None and life.others == tuple(tokens)
         if life.state == "open":
-            return "not_ready", life
+            return "wrong_tokens" if others else "not_ready", life
         if life.state == "aborted" and not partial:
             return "aborted", life
         assert life.num_tokens is not None
         asked = life.num_tokens if num_tokens is None else num_tokens
         if life.state == "incomplete" and not life.ended and asked < life.num_tokens:
-            return "not_ready", life
+            return "wrong_tokens" if others else "not_ready", life
         if asked > life.num_tokens and life.state != "aborted":
             return "length_mismatch", life
         rows = min(asked, life.num_tokens) - 1

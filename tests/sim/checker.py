@@ -80,6 +80,10 @@ class Checker:
         aborted = fact.reason == "aborted" and "name used again" not in fact.harmed
         if header.status == "complete" and (aborted or header.num_tokens > limit):
             raise Violation(f"{fact.name}: complete at {header.num_tokens} tokens, {limit} accepted, {fact.reason}")
+        # One token has no rows, so its digest is anybody's.
+        settled = header.status == "complete" and pull.num_tokens is None and header.num_tokens > 1
+        if settled and header.num_tokens != fact.num_tokens:
+            raise Violation(f"{fact.name}: settled at {header.num_tokens} tokens, another's; its own are {limit}")
         if header.status == "aborted" and fact.length_told and header.num_tokens > limit:
             raise Violation(f"{fact.name}: aborted at {limit} tokens, {header.num_tokens} served")
 

@@ -317,6 +317,11 @@ def _ask_again() -> list[Change]:
     return [(queries, "_ASK_AGAIN_S", float("inf"))]
 
 
+def _of_others() -> list[Change]:
+    """A length settles a request whose tokens are not the ones it came with."""
+    return [(Settlement, "_is_of_others", lambda _self, _life, _num_tokens: False)]
+
+
 def _released_again() -> list[Change]:
     """A patch that waited for room reopens what was released meanwhile."""
     original = LifeTable.open
@@ -352,6 +357,7 @@ MUTANTS: dict[str, Callable[[], list[Change]]] = {
     "loss ends a streak": _streak,
     "wiped is told again": _reopen,
     "dropped question asked again": _ask_again,
+    "length with other tokens": _of_others,
     "released stays released": _released_again,
     "stalled is shed": lambda: [(Streams, "_shed_youngest", _nothing)],
     "gap is answered": lambda: [(Streams, "_go_back", _nothing)],

@@ -65,7 +65,9 @@ class Trainer:
         then = [what for what in ("trimmed", "longer", "wrong_tokens", "slice") if rng.random() < 0.15]
         job = Job(fact, shared or rng.random() < 0.5, then=then)
         self.jobs.append(job)
-        self._loop.after(rng.choice([0.0, 0.1, 0.5, 2.0]), lambda: self._ask(job, "fetch"))
+        # Somebody who knows but the name may look first: whatever it names must be right by itself.
+        first = "peek" if shared and rng.random() < 0.6 else "fetch"
+        self._loop.after(rng.choice([0.0, 0.1, 0.5, 2.0]), lambda: self._ask(job, first))
 
     # ------------------------------------------------------------------ asking
 
@@ -78,7 +80,9 @@ class Trainer:
         gives_up = fact.reason == "aborted" and self._chaos.options.reuse == "retry"
         if not gives_up and (fact.by_length or job.sends_tokens or rng.random() < 0.5):
             more = {"num_tokens": tokens, "token_digest": digest}
-        if purpose == "trimmed":
+        if purpose == "peek":
+            more = {}
+        elif purpose == "trimmed":
             more = {"num_tokens": max(2, tokens - 1)}
         elif purpose == "longer":
             more = {"num_tokens": tokens + 1}
@@ -91,7 +95,7 @@ class Trainer:
         more["dtype"] = rng.choice(["int16", "int16", "int32"])
         more["partial"] = purpose == "partial" or (purpose == "fetch" and rng.random() < 0.3)
         self._nonce += 1
-        nonce, timeout = self._nonce, rng.choice([0.0, 1.0, 4.0])
+        nonce, timeout = self._nonce, 4.0 if purpose == "peek" else rng.choice([0.0, 1.0, 4.0])
         pull = Pull(nonce, fact.name, timeout_ms=int(timeout * 1000), **more)
         self._asked[nonce] = _Asked(pull, job, purpose)
         self._send(pull)
@@ -138,6 +142,9 @@ class Trainer:
             raise Violation(f"{job.fact.name}: served complete although the trainer asked {purpose}")
         if late:
             return
+        if purpose == "peek":
+            self._ask(job, "fetch")
+            return
         told_apart = asked.pull.token_digest is not None and len(job.fact.tokens) > 1
         if purpose == "fetch" and fact is not job.fact and told_apart and header.status == "complete":
             raise Violation(f"{job.fact.name}: its tokens chose another life")
@@ -151,9 +158,9 @@ class Trainer:
         job.tries += 1
         job.last = f"{code}: {problem.message}"
         delay = self._chaos.rng.uniform(0.1, 0.5)
-        if purpose == "released":
-            return
-        if purpose in ("trimmed", "longer", "wrong_tokens", "slice"):
+        if purpose == "peek":
+            self._ask(job, "fetch")
+        elif purpose in ("trimmed", "longer", "wrong_tokens", "slice"):
             gone = job.fact.harmed & {"collector wiped", "released", "name used again"}
             if code in (codes.NOT_READY, codes.INCOMPLETE, codes.UNKNOWN) and not gone:
                 raise Violation(f"{job.fact.name}: complete before, now {code}")

@@ -55,6 +55,7 @@ class Watch:
         self._chaos.note("stalled", session.stalled_at is not None and not stalled)
         if alive and not session.alive:
             self._harm_all(session, "engine left")
+        self._note_shed()
         return effects
 
     def tick(self, event: Event, now: float, calm_at: float) -> list[Effect]:
@@ -72,15 +73,19 @@ class Watch:
                 self._harm_all(session, "declared dead")
         self._chaos.note("shed", streams.shed - shed)
         self._chaos.note("expired", retention.expired - expired)
-        for life in self._core.lives:
-            if life.state is State.LOST and life.reason.startswith("budget"):
-                self._facts.lives[life.session.incarnation, life.req_id].harmed.add("shed")
+        self._note_shed()
         self._check_pages()
         self._check_stalls(now)
         if now > calm_at + _CALMED_S:
             self._check_questions(now)
         self.note_gone()
         return effects
+
+    def _note_shed(self) -> None:
+        """For want of room: shed after the grace time, or at once where the whole arena is too small for it."""
+        for life in self._core.lives:
+            if life.state is State.LOST and life.reason.startswith("budget"):
+                self._facts.lives[life.session.incarnation, life.req_id].harmed.add("shed")
 
     def note_gone(self) -> None:
         """A life that was released or expired is over: whatever still comes for it is dropped."""
@@ -149,6 +154,8 @@ class Watch:
     def _check_questions(self, now: float) -> None:
         for life in self._core.lives:
             asked = life.flush_asked is not None and life.takes_rows and life.session.peer is not None
+            # Under a name that is another's too, every trainer may have stopped asking.
+            asked = asked and len(self._facts.named[life.name]) == 1
             if asked and now - life.flush_asked_at > _ANSWER_S:
                 raise Violation(f"{life.name}: asked for its end {now - life.flush_asked_at:.1f} s ago, never told")
 

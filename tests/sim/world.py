@@ -140,7 +140,7 @@ class World:
         again = None
         if self.options.reuse != "never" and self.rng.random() < 0.3:
             known = list(self.facts.lives.values())
-            over = [fact for fact in known if fact.reason == "aborted" or "engine killed" in fact.harmed]
+            over = [fact for fact in known if all(map(_may_be_retried, self.facts.named[fact.name]))]
             running = [fact for fact in known if not fact.reason] if self.options.reuse == "any" else []
             again = self.rng.choice([*over, *over, *running]) if over or running else None
         self._names += 1
@@ -203,6 +203,10 @@ class World:
         expected = ("aborted",) if fact.reason == "aborted" else ("complete",)
         if outcome not in expected:
             raise Violation(f"{fact.name}/{fact.key} came to no harm and is {outcome}, not {expected[0]}")
+
+
+def _may_be_retried(fact: LifeFact) -> bool:
+    return fact.reason == "aborted" or ("engine killed" in fact.harmed and not fact.reason)
 
 
 def simulate(seed: int, tell: Callable[[str], None] | None = None) -> Outcome:
