@@ -15,6 +15,7 @@ from collector.client import RouteClient, Routes
 from engine_side.engines.transformers import capture_routes
 from engine_side.engines.transformers.stats import CaptureStats
 from protocol.messages import Kind
+from tests.engines.ties import RESOLUTION, worst_shortfall
 from tests.harness.witness import differing_rows, prefill_routes
 
 DEADLINE_S = 120.0
@@ -127,14 +128,21 @@ def _collect(manager: Any, capture: Any, asks: Sequence[Ask], done: Finished) ->
 
 
 def check_rows(witness: Any, routes: Routes, tokens: Sequence[int]) -> int:
-    """Every served row against a prefill of the same tokens, as sets per layer. Returns how many were compared."""
+    """Every served row against a prefill of the same tokens, as sets per layer. Returns how many were compared.
+
+    Where one differs (1 in 20,000 does), float32 must be unable to tell the request's choices from a prefill's."""
     served = len(routes.array)
     assert routes.missing == ()
     assert served <= len(tokens) - 1
     expected = prefill_routes(witness, list(tokens)[: served + 1])
     assert len(expected) == served
     wrong = differing_rows(routes.array, expected)
-    assert len(wrong) == 0, f"{routes.request_id}: {len(wrong)} of {served} rows differ, first at {wrong[:4].tolist()}"
+    if len(wrong):
+        short = worst_shortfall(witness, list(tokens)[: served + 1], routes.array)
+        assert short < RESOLUTION, (
+            f"{routes.request_id}: {len(wrong)} cells of {served} rows differ, first at {wrong[:4].tolist()}, and the "
+            f"worst is no tie: it falls short by {short:.1e}"
+        )
     return served
 
 
