@@ -139,13 +139,13 @@ class Options:
         return cls(
             seed=seed,
             engines=r.choice([1, 1, 2]),
-            depth=r.choice([0, 1, 2]),
+            depth=r.choice([0, 1, 1, 2]),
             drafts=r.choice([0, 2, 3]),
             keeps_samples=r.random() < 0.5,
             late_put=r.random() < 0.4,
             wide=wide,
             blocks=r.choice([9, 9, 10, 14]),
-            window_cap=row * r.choice([8, 20, 60, 5000]),
+            window_cap=row * r.choice([6, 8, 20, 60, 5000]),
             window_bytes=row * r.choice([4, 12, 5000]),
             pages=r.choice([6, 12, 24, 400, 400]),
             page_rows=r.choice([1, 3, 4, 8]),
@@ -154,7 +154,7 @@ class Options:
             by_length=r.choice([0.0, 0.4, 1.0]),
             reuse=r.choice(["never", "retry", "any"]),
             aborts=r.choice([0.0, 0.15]),
-            preempts=r.choice([0.0, 0.1, 0.2, 0.3]),
+            preempts=r.choice([0.0, 0.1, 0.25, 0.4]),
             faults={name: _RATES[name] * r.choice([0.5, 1.0, 2.0, 4.0]) for name in some},
         )
 

@@ -21,13 +21,15 @@ _PATIENCE = 3
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request to fetch. outcome: the last word, "" while there is none. then: pulls to try once it is complete."""
+    """One request to fetch. outcome: the last word, "" while there is none. last: what was refused last. then: pulls to
+    try once it is complete. looks_last: the outcome, after one more look by name alone."""
 
     fact: LifeFact
     sends_tokens: bool
     outcome: str = ""
     tries: int = 0
     last: str = ""
+    looks_last: str = ""
     then: list[str] = field(default_factory=list)
 
 
@@ -143,7 +145,7 @@ class Trainer:
         if late:
             return
         if purpose == "peek":
-            self._ask(job, "fetch")
+            self._looked(job)
             return
         told_apart = asked.pull.token_digest is not None and len(job.fact.tokens) > 1
         if purpose == "fetch" and fact is not job.fact and told_apart and header.status == "complete":
@@ -159,7 +161,7 @@ class Trainer:
         job.last = f"{code}: {problem.message}"
         delay = self._chaos.rng.uniform(0.1, 0.5)
         if purpose == "peek":
-            self._ask(job, "fetch")
+            self._looked(job)
         elif purpose in ("trimmed", "longer", "wrong_tokens", "slice"):
             gone = job.fact.harmed & {"collector wiped", "released", "name used again"}
             if code in (codes.NOT_READY, codes.INCOMPLETE, codes.UNKNOWN) and not gone:
@@ -173,8 +175,17 @@ class Trainer:
         elif code == codes.AMBIGUOUS and not job.sends_tokens:
             job.sends_tokens = True
             self._ask(job, "fetch")
+        elif code == codes.WRONG_TOKENS and self._chaos.options.reuse == "any":
+            job.looks_last = code
+            self._ask(job, "peek")
         else:
             self._settle(job, code)
+
+    def _looked(self, job: Job) -> None:
+        if job.looks_last:
+            self._settle(job, job.looks_last)
+        else:
+            self._ask(job, "fetch")
 
     def _settle(self, job: Job, outcome: str) -> None:
         if job.outcome:
