@@ -18,6 +18,7 @@ from collector.client.errors import RequestAborted
 from collector.replay import r3_verify, replay_routes
 from deploy.demo.figures import Progress, Rollout, TrainerReport
 from protocol.messages import Kind
+from tests.engines.ties import RESOLUTION, worst_shortfall
 from tests.harness.tiny import load_tiny
 from tests.harness.witness import differing_rows, logprobs, prefill_routes
 
@@ -29,6 +30,7 @@ class _Sums:
     rows: int = 0
     rows_compared: int = 0
     rows_wrong: int = 0
+    rows_tied: int = 0
     rows_missing: int = 0
     rows_cached: int = 0
     rows_replayed: int = 0
@@ -91,7 +93,13 @@ def _compare(model: Any, rollout: Rollout, routes: Routes, sums: _Sums) -> None:
     sums.rows_missing += sum(b - a for a, b in routes.missing)
     sums.rows_cached += sum(b - a for a, b, kind in routes.provenance if kind == Kind.CACHED)
     cells = differing_rows(routes.array[: len(expected)], expected)
-    sums.rows_wrong += len(set(cells[:, 0].tolist()))
+    differ = len(set(cells[:, 0].tolist()))
+    # Float32 cannot decide every choice the same way in every batch shape (1 row in 20,000): a request whose choices
+    # all are best ones up to rounding, given those before them, is right.
+    if differ and worst_shortfall(model, rollout.tokens[: served + 1], routes.array) < RESOLUTION:
+        sums.rows_tied += differ
+    else:
+        sums.rows_wrong += differ
     sums.cells += len(expected) * len(routes.moe_layer_ids)
     sums.cells_differing += len(cells)
 

@@ -81,6 +81,7 @@ def _lines(runs: Mapping[str, Run]) -> list[tuple[str, list[str]]]:
         ("rows missing", each(lambda r: r.trainer.counts["rows_missing"])),
         ("rows compared with a prefill", each(lambda r: r.trainer.counts["rows_compared"])),
         ("rows that differ (wrong in fp32)", each(lambda r: r.trainer.counts["rows_wrong"])),
+        ("rows that differ by a rounding tie", each(lambda r: r.trainer.counts["rows_tied"])),
         ("(row, layer) cells that differ", each(lambda r: _share(r, "cells_differing", "cells"))),
         ("rows from prefix hits, served", each(lambda r: r.trainer.counts["rows_cached"])),
         ("preemptions", each(lambda r: r.engine.counts["preemptions"])),

@@ -1,7 +1,8 @@
 """Finds a Hugging Face model's MoE routers and hooks them.
 
-Every router of transformers 5 is a module whose class name ends in `Router` and whose forward returns
-`(router_logits, routing_weights, selected_experts)`.
+A router of transformers 5 is a module whose class name ends in `TopKRouter` (or `TopkRouter`) and whose forward returns
+`(router_logits, routing_weights, selected_experts)`. A layer with experts but without such a module routes where no
+hook sees it, and is refused.
 """
 
 from __future__ import annotations
@@ -18,21 +19,28 @@ from protocol.errors import GeometryError
 from protocol.geometry import Geometry
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_ROUTER = re.compile(r"Top[kK]Router$")
 _DRAFTERS = re.compile(r"(?:^|\.)(?:mtp|nextn|draft|eagle|medusa)[^.]*(?:\.|$)", re.IGNORECASE)
 
 
 def find_routers(model: nn.Module) -> dict[int, nn.Module]:
     """Global layer id to router module, ascending. Routers of drafters and of layers past the decoder's are not the
-    target model's and are left out. Raises CaptureRefused for two routers in one layer, or one in two layers."""
+    target model's and are left out. Raises CaptureRefused for two routers in one layer, one in two layers, or experts
+    without a router."""
     num_layers = _config(model).num_hidden_layers
     found: dict[int, nn.Module] = {}
     layer_of: dict[nn.Module, int] = {}
+    with_experts: set[int] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         match = _LAYER.search(name)
-        if match is None or not type(module).__name__.endswith("Router") or _DRAFTERS.search(name):
+        if match is None or _DRAFTERS.search(name):
             continue
         layer = int(match[1])
         if layer >= num_layers:
+            continue
+        if name.endswith(".experts"):
+            with_experts.add(layer)
+        if not _ROUTER.search(type(module).__name__):
             continue
         if layer in found and found[layer] is not module:
             raise CaptureRefused(f"layer {layer} has two routers ({name} is the second): which one routes is unknown")
@@ -41,6 +49,10 @@ def find_routers(model: nn.Module) -> dict[int, nn.Module]:
                 f"layers {layer_of[module]} and {layer} share a router: its calls cannot be told apart"
             )
         found[layer] = module
+    if unseen := sorted(with_experts - set(found)):
+        raise CaptureRefused(
+            f"layers {unseen} have experts but no *TopKRouter: {type(model).__name__} routes where no hook sees it"
+        )
     return dict(sorted(found.items()))
 
 

@@ -67,7 +67,8 @@ class SlotStore:
         """Rows of `slots` (int64 [N]) if they are those of `token_ids` at `positions` (int32 [N]) written no later than
         commit `max_commit`; others come back as -1 with the UNPROVEN bit."""
         number = self.commit_nos[slots]
-        proven = (number > 0) & (number <= max_commit)
+        # The pad row holds whatever was padded last: nothing is read from it.
+        proven = (slots >= 0) & (slots < self.num_slots) & (number > 0) & (number <= max_commit)
         proven &= (self.token_ids[slots] == token_ids) & (self.positions[slots] == positions)
         rows = torch.where(proven[:, None, None], self.rows[slots], UNCAPTURED)
         status = torch.where(proven, self.status[slots], UNPROVEN).to(torch.uint8)
@@ -78,6 +79,6 @@ class SlotStore:
         for column in (self.rows, self.token_ids, self.positions, self.versions, self.status, self.commit_nos):
             column[target] = column[source]
 
-    def stamp_uncaptured(self, slots: Tensor) -> None:
+    def stamp_uncaptured(self, slots: Tensor | slice) -> None:
         """Slots whose KV came from elsewhere, without its rows: nothing reads them as proven."""
         self.commit_nos[slots] = 0

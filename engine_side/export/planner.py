@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,8 @@ from protocol.messages import Kind
 class ScheduledBatch:
     """One forward as the scheduler sees it, in batch order, one entry a request.
 
-    lives: life ids. starts: first position each runs, -1 where the host does not know. counts: tokens each runs.
-    accepted: tokens (prompt and generated) each life had when the step was planned; its sampled position is
+    lives: life ids. starts: first position each runs, -1 where the host does not know. counts: tokens each runs, at
+    least 1. accepted: tokens (prompt and generated) each life had when the step was planned; its sampled position is
     accepted-1. opens: (entry index, client request id) of lives that appear for the first time.
     """
 
@@ -36,11 +36,15 @@ class RoutePlanner:
         self.step = 0
 
     def plan(self, batch: ScheduledBatch, weight_version: int) -> StepPlan:
-        """Segments of a forward, each attached exactly once, whether or not the step yields a token."""
-        self.step += 1
+        """Segments of a forward, each attached exactly once, whether or not the step yields a token. Raises ValueError
+        for an entry that runs nothing: it has no segment that could open its life."""
         starts = np.asarray(batch.starts, np.int64)
         counts = np.asarray(batch.counts, np.int64)
         accepted = np.asarray(batch.accepted, np.int64)
+        if not (counts > 0).all():
+            idle = batch.lives[int(np.argmin(counts))]
+            raise ValueError(f"life {idle} runs no token in this step: leave it out of the batch")
+        self.step += 1
         # An unknown start is a decode step of an engine that runs ahead of its host: it samples at once.
         fill = np.where(starts < 0, 0, np.clip(accepted - 1 - starts, 0, counts))
         pieces = np.stack([fill, counts - fill], axis=1)
@@ -64,15 +68,42 @@ class RoutePlanner:
     def cached(self, life: str, start: int, count: int, name: str | None) -> StepPlan:
         """A read of `count` rows from the slot store, for positions some other forward computed. name: the client's
         request id if this is the life's first segment."""
+        return self._cached((life,), (start,), (count,), ((0, name),) if name is not None else ())
+
+    def prefix_hits(
+        self, lives: Sequence[str], starts: Sequence[int], counts: Sequence[int], rows_per_plan: int
+    ) -> Iterator[StepPlan]:
+        """Reads of the prefixes that a step's requests found in the cache, one entry a request, in plans of at most
+        `rows_per_plan` rows: together they cover the entries' rows, in order, each once."""
+        some: list[tuple[str, int, int]] = []
+        room = rows_per_plan
+        for life, start, count in zip(lives, starts, counts, strict=True):
+            while count > 0:
+                part = min(count, room)
+                some.append((life, start, part))
+                start, count, room = start + part, count - part, room - part
+                if room == 0:
+                    yield self._cached(*zip(*some, strict=True))
+                    some, room = [], rows_per_plan
+        if some:
+            yield self._cached(*zip(*some, strict=True))
+
+    def _cached(
+        self,
+        lives: Sequence[str],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        opens: tuple[tuple[int, str], ...] = (),
+    ) -> StepPlan:
         self.step += 1
         return StepPlan(
             step=self.step,
-            req_ids=(life,),
-            starts=np.array([start], np.int32),
-            offsets=np.array([0, count], np.int32),
-            kinds=np.array([Kind.CACHED], np.uint8),
+            req_ids=tuple(lives),
+            starts=np.asarray(starts, np.int32),
+            offsets=_offsets(np.asarray(counts, np.int64)),
+            kinds=np.full(len(lives), Kind.CACHED, np.uint8),
             weight_version=0,
-            opens=((0, name),) if name is not None else (),
+            opens=opens,
         )
 
 

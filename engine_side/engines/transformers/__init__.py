@@ -22,7 +22,7 @@ def capture_routes(
     collector: str,
     enabled: bool = True,
     *,
-    engine_id: str = "",
+    engine_id: str | None = None,
     window_cap_bytes: int = 256 << 20,
     drain_s: float = 10.0,
 ) -> Iterator[RouteCapture | CaptureOff]:

@@ -14,7 +14,12 @@ from typing import Any, Self
 from engine_side.capture.errors import CaptureError, CaptureRefused
 from engine_side.capture.hooks import find_routers, geometry_of, hooked
 from engine_side.capture.recorder import RouteRecorder
-from engine_side.engines.transformers.compat import refuse_unsupported, require_supported
+from engine_side.engines.transformers.compat import (
+    refuse_model,
+    refuse_parallel,
+    refuse_unsupported,
+    require_supported,
+)
 from engine_side.engines.transformers.lives import Lives
 from engine_side.engines.transformers.processor import ProcessorCapture
 from engine_side.engines.transformers.stats import CaptureStats
@@ -29,13 +34,16 @@ class RouteCapture:
 
     enabled = True
 
-    def __init__(self, model: Any, collector: str, engine_id: str, window_cap_bytes: int, drain_s: float) -> None:
+    def __init__(
+        self, model: Any, collector: str, engine_id: str | None, window_cap_bytes: int, drain_s: float
+    ) -> None:
         require_supported()
         if "init_continuous_batching" in vars(model):
             raise CaptureRefused("this model is being captured already: leave the other block first")
         self._model = model
         self._routers = find_routers(model)
         self.geometry = geometry_of(model, self._routers)
+        refuse_model(model.config.get_text_config())
         self._recorder = RouteRecorder(self.geometry)
         name = engine_id or f"{socket.gethostname()}-{os.getpid()}"
         self._shipper = Shipper(collector, self.geometry, name, window_cap_bytes=window_cap_bytes)
@@ -97,6 +105,7 @@ class RouteCapture:
                 for manager in self._managers:
                     if (known := manager()) is not None:
                         vars(known).pop("_create_batch_processor", None)
+                        vars(known).pop("stop", None)
             for processor in self._processors:
                 if (alive := processor()) is not None:
                     alive.close()
@@ -125,6 +134,7 @@ class RouteCapture:
         if "_create_batch_processor" in vars(manager):
             return
         refuse_unsupported(manager.continuous_batching_config)
+        refuse_parallel(manager.distributed_helper.tp_size)
         make_processor = manager._create_batch_processor
 
         def create() -> Any:
@@ -134,7 +144,16 @@ class RouteCapture:
                     self._capture(processor)
             return processor
 
+        stop = manager.stop
+
+        def stop_and_let_go(*args: Any, **kwargs: Any) -> None:
+            processor = manager.batch_processor
+            stop(*args, **kwargs)
+            if manager.batch_processor is None and not manager.is_running():
+                self._let_go(processor)
+
         manager._create_batch_processor = create
+        manager.stop = stop_and_let_go
         # Weakly: a KV cache must not outlive its manager because it was captured.
         self._managers.append(weakref.ref(manager))
         running = getattr(manager, "batch_processor", None)
@@ -146,3 +165,11 @@ class RouteCapture:
         captured = ProcessorCapture(processor, self._recorder, self._shipper, self._counts, lives, self._forward)
         self._lives.append(lives)
         self._processors.append(weakref.ref(captured))
+
+    def _let_go(self, processor: Any) -> None:
+        """An engine that stopped for good takes its cache along: its manager's output router must not hold it."""
+        captured = [each for reference in self._processors if (each := reference()) is not None]
+        for each in captured:
+            if each.processor is processor:
+                each.close()
+        self._processors = [weakref.ref(each) for each in captured if each.processor is not processor]

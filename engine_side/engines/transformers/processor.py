@@ -10,16 +10,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engine_side.capture.recorder import RouteRecorder
-from engine_side.capture.slot_store import SlotStore
+from engine_side.capture.slot_store import SlotStore, StepRows, StoredRows
+from engine_side.engines.transformers.batch import PrefixHits, survey
 from engine_side.engines.transformers.compat import PagedSlots
-from engine_side.engines.transformers.lives import Life, Lives
+from engine_side.engines.transformers.lives import Lives
 from engine_side.engines.transformers.stats import CaptureStats
+from engine_side.engines.transformers.streams import on_stream
 from engine_side.engines.transformers.wrapping import replaced
 from engine_side.export.exporter import StepExporter
 from engine_side.export.plan import StepPlan
-from engine_side.export.planner import RoutePlanner, ScheduledBatch
+from engine_side.export.planner import RoutePlanner
 from engine_side.shipping.shipper import Shipper
 from protocol.messages import FinishReason
 
@@ -111,105 +114,85 @@ class ProcessorCapture:
             action(*args)
         except Exception:
             self._counts.errors += 1
-            log.exception("capture failed in %s; the rows of this step are lost", action.__name__)
+            if self._counts.errors == 1:
+                log.exception("capture failed in %s: rows are lost; further failures are only counted", action.__name__)
 
     # ------------------------------------------------------------------ a step
 
     def _after_step(self) -> None:
-        io = self.processor.inputs_and_outputs
-        # A parent whose last prompt token waits for the fork stands in the batch with no token.
-        for future in io.requests_in_batch:
-            self.lives.of(future.state)  # names its children before the fork
-        batch = [future for future in io.requests_in_batch if future.query_length]
-        if not batch:
+        store = self._store
+        if store is None:
             return
-        lives = [self.lives.of(future.state) for future in batch]
-        counts = [future.query_length for future in batch]
-        starts = [f.state.position_offset - n for f, n in zip(batch, counts, strict=True)]
-        total = sum(counts)
-        opens, hits = [], []
-        for i, (life, start) in enumerate(zip(lives, starts, strict=True)):
-            if start < life.next:
-                self._counts.preemptions += 1
-                life.next = 0
-            if start > life.next:
-                hits.append((life, batch[i].state, life.next, start))
-            if not life.opened:
-                life.opened = True
-                opens.append((i, life.name))
-            life.next = start + counts[i]
-            self._counts.chunked_prefills += not batch[i].has_new_token
-        accepted = [len(f.state.initial_tokens) + len(f.state.generated_tokens) for f in batch]
-        scheduled = ScheduledBatch([life.life_id for life in lives], starts, counts, accepted, opens)
-        plan = self._planner.plan(scheduled, self._recorder.weight_version)
-        self._counts.steps += 1
-        slots = None
-        try:
-            slots = torch.from_numpy(
-                np.concatenate(
-                    [
-                        self._slots.of(f.state.request_id, start, start + n)
-                        for f, start, n in zip(batch, starts, counts, strict=True)
-                    ]
-                )
-            ).to(self._device)
-            rows = self._recorder.commit(
-                slots,
-                io.position_ids.reshape(-1)[:total],
-                io.input_ids.reshape(-1)[:total],
-                total,
-            )
-            self._shipper.put(self._exporter.export(plan, rows))
-        except Exception:
-            self._shipper.lost(plan)
-            # The KV of these slots is new, their rows are an older occupant's: nothing may read them as proven.
-            assert self._recorder.store is not None
-            self._recorder.store.stamp_uncaptured(slots if slots is not None else slice(None))
-            raise
-        self._counts.rows += total
-        self._counts.forward_rows += total
-        for life, state, start, stop in hits:
-            self._read_prefix(life, state, start, stop, rows.commit_no)
+        io = self.processor.inputs_and_outputs
+        plan: StepPlan | None = None
+        slots: Tensor | slice = slice(None)
+        # On the engine's own stream: the memory of what the routers returned goes back to that stream's next forward.
+        with on_stream(io.compute_stream):
+            try:
+                found = survey(io.requests_in_batch, self.lives, self._slots, self._counts)
+                total = found.num_tokens
+                if not total:
+                    return
+                plan = self._planner.plan(found.scheduled, self._recorder.weight_version)
+                slots = self._on_device(found.slots, torch.int64)
+                positions, token_ids = io.position_ids.reshape(-1)[:total], io.input_ids.reshape(-1)[:total]
+                rows = self._recorder.commit(slots, positions, token_ids, total)
+            except Exception:
+                if plan is not None:
+                    self._shipper.lost(plan)
+                # The KV of these slots is new, their rows are an older occupant's: nothing may read them as proven.
+                store.stamp_uncaptured(slots)
+                raise
+            self._counts.steps += 1
+            self._put(plan, rows)
+            self._counts.rows += total
+            self._counts.forward_rows += total
+            self._read_hits(store, found.hits, rows.commit_no)
 
-    def _read_prefix(self, life: Life, state: Any, start: int, stop: int, max_commit: int) -> None:
-        """Rows [start, stop) that some other forward computed, read after this step's commit, in bounded chunks."""
-        assert self._store is not None
-        tokens = (state.initial_tokens + state.generated_tokens)[start:stop]
-        slots = self._slots.of(state.request_id, start, stop)
-        for at in range(0, stop - start, self._exporter.rows_per_chunk):
-            part = slice(at, min(at + self._exporter.rows_per_chunk, stop - start))
-            first, count = start + part.start, part.stop - part.start
-            found = self._store.read(
-                torch.from_numpy(slots[part]).to(self._device),
-                torch.tensor(tokens[part], dtype=torch.int32, device=self._device),
-                torch.arange(first, first + count, dtype=torch.int32, device=self._device),
+    def _read_hits(self, store: SlotStore, hits: PrefixHits, max_commit: int) -> None:
+        """Rows that some other forward computed, read after this step's commit, in bounded chunks."""
+        at = 0
+        for plan in self._planner.prefix_hits(hits.lives, hits.starts, hits.counts, self._exporter.rows_per_chunk):
+            count = int(plan.offsets[-1])
+            spans = zip(plan.starts.tolist(), np.diff(plan.offsets).tolist(), strict=True)
+            rows = store.read(
+                self._on_device(hits.slots[at : at + count], torch.int64),
+                self._on_device(hits.tokens[at : at + count], torch.int32),
+                self._on_device([p for start, n in spans for p in range(start, start + n)], torch.int32),
                 max_commit,
             )
-            plan: StepPlan = self._planner.cached(life.life_id, first, count, None)
-            try:
-                self._shipper.put(self._exporter.export(plan, found))
-            except Exception:
-                self._shipper.lost(plan)
-                raise
-        self._counts.rows += stop - start
-        self._counts.cached_rows += stop - start
-        if life.forked and start == 0:
-            self._counts.forked_rows += stop - start
-            life.forked = False
+            self._put(plan, rows)
+            at += count
+        self._counts.rows += at
+        self._counts.cached_rows += at
+        self._counts.forked_rows += hits.forked_rows
+
+    def _put(self, plan: StepPlan, rows: StepRows | StoredRows) -> None:
+        try:
+            landing = self._exporter.export(plan, rows)
+        except Exception:
+            self._shipper.lost(plan)
+            raise
+        self._shipper.put(landing)
 
     def _copied(self, source: Sequence[int], target: Sequence[int]) -> None:
         if source and self._store is not None:
             at, to = self._slots.of_blocks(source), self._slots.of_blocks(target)
-            self._store.copy(torch.from_numpy(at).to(self._device), torch.from_numpy(to).to(self._device))
+            with on_stream(self.processor.inputs_and_outputs.compute_stream):
+                self._store.copy(self._on_device(at, torch.int64), self._on_device(to, torch.int64))
+
+    def _on_device(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)
 
     # ------------------------------------------------------------------ ends
 
     def _delivered(self, outputs: list[Any]) -> None:
         for output in outputs:
-            if output.is_finished() and self.lives.find(output.request_id) is not None:
+            if output.is_finished() and (life := self.lives.find(output.request_id)) is not None:
                 count = len(output.prompt_ids) + len(output.generated_tokens)
                 self._counts.finished += 1
-                self._end(output.request_id, count, "stop")
+                stopped = not life.state._eos_token_ids.isdisjoint(output.generated_tokens[-1:])
+                self._end(output.request_id, count, "stop" if stopped else "length")
 
     def _cancelled(self, states: Sequence[Any]) -> None:
         for state in states:
