@@ -46,3 +46,6 @@ def serve(
         f"r3-collector ready engines={daemon.engines_endpoint} trainers={daemon.trainers_endpoint} budget={budget}"
     )
     daemon.run()
+    # It has drained: a second signal while the interpreter winds up must not turn a clean exit into a death.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)

@@ -22,7 +22,7 @@ class PullError(R3Error):
 
 
 class CollectorUnreachable(PullError):
-    """No answer from the collector within the time given."""
+    """No answer from the collector within the time given, or it is shutting down."""
 
 
 class UnknownRequest(PullError):
@@ -75,6 +75,7 @@ class BadRequest(PullError):
 
 _BY_CODE: dict[str, type[PullError]] = {
     codes.UNKNOWN: UnknownRequest,
+    codes.SHUTTING_DOWN: CollectorUnreachable,
     codes.RELEASED: ReleasedRequest,
     codes.NOT_READY: NotReady,
     codes.INCOMPLETE: RequestIncomplete,

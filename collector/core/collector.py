@@ -93,6 +93,8 @@ class Collector:
             self.streams.refusal(event, now)
         elif isinstance(event, Tick):
             self._tick(now)
+        else:
+            self.queries.leave()
         out = self._out[:]
         self._out.clear()
         return out

@@ -67,7 +67,12 @@ class Tick:
     """Time passed: deadlines, liveness, retention."""
 
 
-Event: TypeAlias = FromEngine | PatchArrived | PatchRefused | FromTrainer | Logged | Tick
+@dataclass(slots=True, frozen=True)
+class Leave:
+    """The daemon is about to end: nothing that waits will be answered by it."""
+
+
+Event: TypeAlias = FromEngine | PatchArrived | PatchRefused | FromTrainer | Logged | Tick | Leave
 
 # ---------------------------------------------------------------- effects
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from protocol.messages import FinishReason, Range
+from protocol.messages import Range
 
 if TYPE_CHECKING:
     from collector.core.sessions import Session
@@ -50,10 +50,8 @@ class Life:
     """Digest of the tokens of whoever asked, if it sent one."""
     not_its_tokens: tuple[int, bytes] | None = None
     """(num_tokens, digest) that a barrier proved to be of another request: it settles nothing here."""
-    finish: FinishReason | None = None
     settled_at: float = 0.0
     missing: tuple[Range, ...] = ()
-    read_at: float | None = None
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=STORY_EVENTS))
 
     @property

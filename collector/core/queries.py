@@ -38,6 +38,9 @@ class _Not:
     missing: tuple[Range, ...] = ()
 
 
+_LEAVING = _Not(codes.SHUTTING_DOWN, "the collector is shutting down, and what it holds goes with it", True)
+
+
 class Queries:
     """Pulls. `released` tells whether a name was released before."""
 
@@ -85,6 +88,14 @@ class Queries:
         for name in list(self._waiting):
             self._retry(name, now)
 
+    def leave(self) -> None:
+        """Answer everything that waits: this collector will not."""
+        for waiting in self._waiting.values():
+            for one in waiting:
+                self._answer_problem(one.peer, one.pull, _LEAVING)
+        self._waiting.clear()
+        self._per_peer.clear()
+
     def _retry(self, name: str, now: float) -> None:
         waiting = self._waiting.get(name)
         if not waiting:
@@ -117,7 +128,6 @@ class Queries:
             self._answer_problem(waiting.peer, pull, _Not(error.code, str(error), True))
             return True
         self.served += 1
-        life.read_at = now
         self._emit(ServeRoutes(waiting.peer, pull, header, life))
         return True
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from collector.core.arena import meta_kinds, meta_tokens, meta_versions
 from collector.core.assembly import Assembly
 from collector.core.life import Life, State
-from protocol import limits
+from protocol import codes, limits
 from protocol.codec import token_digest
 from protocol.geometry import UNCAPTURED
 from protocol.messages import Pull, Range, Routes, Span
@@ -46,24 +46,24 @@ def header_for(assembly: Assembly, life: Life, pull: Pull, num_tokens: int) -> R
     geometry = life.session.geometry
     start, stop = pull.rows if pull.rows is not None else (0, num_tokens - 1)
     if not 0 <= start <= stop <= num_tokens - 1:
-        raise BadPull("bad_request", f"rows [{start}, {stop}) are not within [0, {num_tokens - 1})")
+        raise BadPull(codes.BAD_REQUEST, f"rows [{start}, {stop}) are not within [0, {num_tokens - 1})")
     layers = pull.layers
     if layers is None:
         layers = geometry.moe_layer_ids if pull.axis == "moe" else tuple(range(geometry.num_layers))
     elif len(layers) > geometry.num_layers or any(not 0 <= x < geometry.num_layers for x in layers):
-        raise BadPull("bad_request", f"layers must be global ids in [0, {geometry.num_layers})")
+        raise BadPull(codes.BAD_REQUEST, f"layers must be global ids in [0, {geometry.num_layers})")
     shape = (stop - start, len(layers), geometry.top_k)
     size = shape[0] * shape[1] * shape[2] * _WIDTH[pull.dtype]
     if size > limits.MAX_REPLY_BYTES:
-        raise BadPull("too_large", f"{size} bytes in one answer, at most {limits.MAX_REPLY_BYTES}: pull row ranges")
+        raise BadPull(codes.TOO_LARGE, f"{size} bytes in one answer, at most {limits.MAX_REPLY_BYTES}: pull row ranges")
     meta = assembly.meta(life, start, stop)
     held = meta != 0
     missing = _false_ranges(held, start)
     if pull.dtype == "uint8":
         if geometry.num_experts > 256:
-            raise BadPull("bad_request", f"uint8 cannot hold ids of {geometry.num_experts} experts")
+            raise BadPull(codes.BAD_REQUEST, f"uint8 cannot hold ids of {geometry.num_experts} experts")
         if missing or not set(layers) <= set(geometry.moe_layer_ids):
-            raise BadPull("bad_request", "uint8 cannot hold -1, and some cells are uncaptured: use axis='moe'")
+            raise BadPull(codes.BAD_REQUEST, "uint8 cannot hold -1, and some cells are uncaptured: use axis='moe'")
     status = {State.COMPLETE: "complete", State.ABORTED: "aborted"}.get(life.state, "incomplete")
     return Routes(
         nonce=pull.nonce,

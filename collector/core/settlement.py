@@ -24,7 +24,7 @@ class Settlement:
         if not life.takes_rows or (life.ended and reason != "failed"):
             self._second_finish(life, num_tokens, now)
             return
-        life.ended, life.finish, life.flush_asked = True, reason, None
+        life.ended, life.flush_asked = True, None
         if reason == "failed":
             self._close(life, State.FAILED, detail or "the engine failed it", now)
         elif num_tokens is None and reason != "aborted":

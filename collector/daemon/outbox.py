@@ -23,7 +23,6 @@ class Outbox:
         self._gather = gather
         self._queues: dict[bytes, deque[ToTrainer | ServeRoutes]] = {}
         self.dropped = 0
-        self.bytes_served = 0
 
     @property
     def blocked(self) -> bool:
@@ -62,9 +61,7 @@ class Outbox:
                 raise
             self.dropped += 1
             return True
-        parts = self._parts(effect)
-        self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
-        self.bytes_served += sum(len(part) for part in parts)
+        self._socket.send_multipart(self._parts(effect), zmq.NOBLOCK, copy=False)
         return True
 
     def _parts(self, effect: ToTrainer | ServeRoutes) -> list[Any]:

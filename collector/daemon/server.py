@@ -9,21 +9,26 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TypeAlias
 
 import numpy as np
 import zmq
 
 from collector.core.collector import Collector
-from collector.core.events import Effect, Event, Logged, Tick, ToEngine, ToTrainer
+from collector.core.events import Effect, Event, Leave, Logged, Tick, ToEngine, ToTrainer
 from collector.daemon.config import DaemonConfig
 from collector.daemon.endpoints import Bound
 from collector.daemon.errors import StartError
 from collector.daemon.ingest import Ingest
 from collector.daemon.outbox import Outbox
 from protocol import codec, limits
+from protocol.codec import Buffer
 from protocol.messages import HelloFirst, Problem, Refused
 
 log = logging.getLogger("r3.collector")
+
+Decoded: TypeAlias = Event | Refused | HelloFirst | Problem
+"""What `Ingest` makes of a message: an event of the core, or the answer to what is none."""
 
 _ENGINE_BURST = 64
 """Messages taken from engines before trainers get a turn; also how many share one acknowledgement."""
@@ -47,6 +52,7 @@ class Daemon:
         self._resources = ExitStack()
         self._stop_read, self._stop_write = os.pipe()
         self._stopping = False
+        self._over = False
         self._next_tick = 0.0
         self.on_ready: Callable[[], object] = lambda: None
 
@@ -54,18 +60,22 @@ class Daemon:
 
     def run(self) -> None:
         """startup, main_loop, shutdown."""
-        with self._resources:
-            self.startup()
-            self.on_ready()
-            self.main_loop()
-            self.shutdown()
+        try:
+            with self._resources:
+                self.startup()
+                self.on_ready()
+                self.main_loop()
+                self.shutdown()
+        finally:
+            self._over = True
+            os.close(self._stop_read)
+            os.close(self._stop_write)
 
     def startup(self) -> None:
         """Bind and allocate. Raises StartError."""
         config = self.config
         context = zmq.Context()
         self._resources.callback(context.term)
-        self._resources.callback(os.close, self._stop_read)
         self._engines = self._router(context, config.engines, _MAX_ENGINE_FRAME, send_hwm=10_000)
         self._trainers = self._router(context, config.trainers, _MAX_TRAINER_FRAME, send_hwm=8)
         self.engines_endpoint = self._engines.endpoint
@@ -98,6 +108,7 @@ class Daemon:
         deadline = time.monotonic() + _DRAIN_S
         while self._turn(_QUIET_MS) and time.monotonic() < deadline:
             pass
+        self._handle(Leave())
         while self._outbox.blocked and time.monotonic() < deadline:
             self._turn(5)
         for socket in (self._engines.socket, self._trainers.socket):
@@ -105,8 +116,9 @@ class Daemon:
         log.info("drained, bye")
 
     def stop(self) -> None:
-        """Ask the loop to drain and end."""
-        os.write(self._stop_write, b"x")
+        """Ask the loop to drain and end. Harmless when it has."""
+        if not self._over:
+            os.write(self._stop_write, b"x")
 
     # ------------------------------------------------------------------ one turn of the loop
 
@@ -118,10 +130,10 @@ class Daemon:
             self._stopping = True
         worked = False
         if self._engines.socket in ready:
-            worked = self._take_from_engines()
+            worked = self._take(self._engines.socket, _ENGINE_BURST, self._ingest.from_engine)
             self._handle(Logged(self.core.record))
         if self._trainers.socket in ready:
-            worked = self._take_from_trainers() or worked
+            worked = self._take(self._trainers.socket, _TRAINER_BURST, self._ingest.from_trainer) or worked
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S
@@ -130,32 +142,19 @@ class Daemon:
             self._outbox.flush()
         return worked
 
-    def _take_from_engines(self) -> bool:
-        socket = self._engines.socket
-        for taken in range(_ENGINE_BURST):
+    def _take(self, socket: zmq.Socket[bytes], burst: int, decode: Callable[[bytes, list[Buffer]], Decoded]) -> bool:
+        """Handle at most `burst` messages of a socket. True when there was one."""
+        for taken in range(burst):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return taken > 0
             peer = frames[0].bytes
-            found = self._ingest.from_engine(peer, [frame.buffer for frame in frames[1:]])
+            found = decode(peer, [frame.buffer for frame in frames[1:]])
             if isinstance(found, Refused | HelloFirst):
-                self._send_engine(ToEngine(peer, found))
-            else:
-                self._handle(found)
-        return True
-
-    def _take_from_trainers(self) -> bool:
-        socket = self._trainers.socket
-        for taken in range(_TRAINER_BURST):
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return taken > 0
-            peer = frames[0].bytes
-            found = self._ingest.from_trainer(peer, [frame.buffer for frame in frames[1:]])
-            if isinstance(found, Problem):
-                self._outbox.send(ToTrainer(peer, found))
+                self._perform(ToEngine(peer, found))
+            elif isinstance(found, Problem):
+                self._perform(ToTrainer(peer, found))
             else:
                 self._handle(found)
         return True

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -19,21 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from collector.client import RouteClient
-from deploy.demo.figures import EngineReport, Rollout, TrainerReport
+from deploy.demo.figures import EngineReport, Rollout, Run, TrainerReport
 from deploy.demo.figures import Progress as Done
 from deploy.demo.verdict import complaints, last_line, print_tables
 from deploy.demo.workload import REQUESTS
+from tests.harness.daemon import running_daemon
 
 _LINE = msgspec.json.Decoder(Rollout | EngineReport | Done | TrainerReport)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One precision's figures. stats: the daemon's counters after it."""
-
-    engine: EngineReport
-    trainer: TrainerReport
-    stats: dict[str, float]
 
 
 def main() -> None:
@@ -44,34 +32,22 @@ def main() -> None:
     console = Console(highlight=False)
     console.print(f"seed {args.seed}; engine, collector and trainer are three processes")
     runs: dict[str, Run] = {}
-    with tempfile.TemporaryDirectory(prefix="r3-demo-") as folder, _daemon(Path(folder)) as (engines, trainers):
+    with (
+        tempfile.TemporaryDirectory(prefix="r3-demo-") as folder,
+        running_daemon(Path(folder), budget="256MiB") as daemon,
+    ):
         bars = Progress(
             TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
         )
         with bars:
             for dtype in ("fp32", "bf16"):
-                runs[dtype] = _run(dtype, args.seed, engines, trainers, bars)
+                runs[dtype] = _run(dtype, args.seed, daemon.engines, daemon.trainers, bars)
     print_tables(console, runs)
     wrong = complaints(runs)
     for text in wrong:
         console.print(f"demo: {text}", style="red")
     print(last_line(runs, not wrong), flush=True)
     sys.exit(1 if wrong else 0)
-
-
-@contextmanager
-def _daemon(folder: Path) -> Iterator[tuple[str, str]]:
-    engines, trainers = f"ipc://{folder}/engines.sock", f"ipc://{folder}/trainers.sock"
-    command = [sys.executable, "-m", "collector.cli", "serve", "--engines", engines, "--trainers", trainers]
-    process = subprocess.Popen([*command, "--budget", "256MiB"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        if "ready" not in process.stdout.readline():
-            raise SystemExit("demo: the collector did not start")
-        yield engines, trainers
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(20)
 
 
 def _run(dtype: str, seed: int, engines: str, trainers: str, bars: Progress) -> Run:

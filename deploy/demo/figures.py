@@ -1,7 +1,8 @@
-"""What the demo's processes tell each other, as JSON lines."""
+"""What the demo's processes tell each other, as JSON lines, and what is known of a run at its end."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -38,3 +39,12 @@ class TrainerReport(msgspec.Struct, tag="trainer"):
     pull_seconds: float
     off: dict[str, Any]
     on: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One precision's figures. stats: the daemon's counters after it."""
+
+    engine: EngineReport
+    trainer: TrainerReport
+    stats: dict[str, float]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from deploy.demo.figures import Run
 from deploy.demo.workload import CANCELLED, GROUPS, REQUESTS, SIBLINGS
-
-if TYPE_CHECKING:
-    from deploy.demo.__main__ import Run
 
 _MUST_HAPPEN = ("preemptions", "chunked_prefills", "cached_rows", "forked_rows", "cancelled")
 """A run in which one of these did not happen has not shown what it is for."""

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 
 from collector.client import RouteClient
 from tests.bench.path_steps import STEP_BYTES, names
 from tests.bench.record import Record
+from tests.harness.daemon import running_daemon
 
 STEPS = 1500
 RAW_STEPS = 6000
@@ -23,33 +24,22 @@ ROUNDS = 5
 def run(seed: int) -> Iterator[Record]:
     """Records `path/…`: rounds of ours and of bare pyzmq in turn, the median of each."""
     ours, raw = [], []
-    with tempfile.TemporaryDirectory(prefix="r3-bench-") as folder:
-        engines, trainers = f"ipc://{folder}/e.sock", f"ipc://{folder}/t.sock"
-        with _daemon(engines, trainers), RouteClient(trainers) as client:
-            for number in range(ROUNDS + 1):
-                rate = _output("path_engine", engines, STEPS, seed)
-                client.release(names())
-                # The first round only warms: a daemon that has run for a while faults no row memory in.
-                if number:
-                    ours.append(rate)
-                    raw.append(_raw(f"ipc://{folder}/raw{number}.sock", seed))
+    with (
+        tempfile.TemporaryDirectory(prefix="r3-bench-") as folder,
+        running_daemon(Path(folder), budget="1GiB") as daemon,
+        RouteClient(daemon.trainers) as client,
+    ):
+        for number in range(ROUNDS + 1):
+            rate = _output("path_engine", daemon.engines, STEPS, seed)
+            client.release(names())
+            # The first round only warms: a daemon that has run for a while faults no row memory in.
+            if number:
+                ours.append(rate)
+                raw.append(_raw(f"ipc://{folder}/raw{number}.sock", seed))
     rate, peer = median(ours), median(raw)
     size = STEP_BYTES / 1e9
     yield Record("path/engine-to-arena", "patches/s", rate, {"raw pyzmq one way": peer})
     yield Record("path/engine-to-arena-bytes", "GB/s", rate * size, {"raw pyzmq one way": peer * size})
-
-
-@contextmanager
-def _daemon(engines: str, trainers: str) -> Iterator[None]:
-    command = [sys.executable, "-m", "collector.cli", "serve", "--engines", engines, "--trainers", trainers]
-    process = subprocess.Popen([*command, "--budget", "1GiB"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert "ready" in process.stdout.readline()
-        yield
-    finally:
-        process.terminate()
-        process.wait(20)
 
 
 def _raw(endpoint: str, seed: int) -> float:

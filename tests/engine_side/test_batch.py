@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from engine_side.engines.transformers.batch import Survey, survey
 from engine_side.engines.transformers.compat import PagedSlots
-from engine_side.engines.transformers.lives import Lives
+from engine_side.engines.transformers.lives import Lives, Names
 from engine_side.engines.transformers.stats import CaptureStats
 
 PAGE = 16
@@ -35,7 +35,7 @@ class Engine:
         self.allocator = FullAttentionCacheAllocator()
         cache = SimpleNamespace(cache_allocators={"full_attention": self.allocator}, num_sectors=70_000)
         self.slots = PagedSlots(cache)
-        self.lives = Lives(itertools.count(1))
+        self.lives = Lives(itertools.count(1), Names())
         self.counts = CaptureStats()
 
     def ran(self, state: Any, start: int, length: int, remaining: int = 0) -> SimpleNamespace:

@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.harness.daemon import RunningDaemon, running_daemon
 from tests.harness.tiny import load_tiny
 
 DEVICE = os.environ.get("R3_DEVICE", "cpu")
 """Where engine and witness run; `cuda` on a machine that has it."""
 
 
-@dataclass(frozen=True)
-class Endpoints:
-    engines: str
-    trainers: str
-
-
 @pytest.fixture(scope="module")
-def collector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoints]:
-    folder: Path = tmp_path_factory.mktemp("r3")
-    ends = Endpoints(f"ipc://{folder}/engines.sock", f"ipc://{folder}/trainers.sock")
-    command = [sys.executable, "-m", "collector.cli", "serve", "--engines", ends.engines, "--trainers", ends.trainers]
-    process = subprocess.Popen([*command, "--budget", "256MiB"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert "ready" in process.stdout.readline()
-    yield ends
-    process.terminate()
-    assert process.wait(20) == 0
-    process.stdout.close()
+def collector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
+    with running_daemon(tmp_path_factory.mktemp("r3"), budget="256MiB") as daemon:
+        yield daemon
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,14 @@ from collector.client import RouteClient
 from collector.client.errors import RequestFailed, RequestIncomplete
 from engine_side.capture.recorder import RouteRecorder
 from engine_side.engines.transformers import capture_routes
-from tests.engines.conftest import Endpoints
 from tests.engines.running import Ask, batching, cached_rows, check_all, check_rows, generation, run
+from tests.harness.daemon import RunningDaemon
 from tests.harness.tiny import prompts
 
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_many_prefix_hits_in_one_step(model: Any, witness: Any, collector: Endpoints, seed: int) -> None:
+def test_many_prefix_hits_in_one_step(model: Any, witness: Any, collector: RunningDaemon, seed: int) -> None:
     texts = prompts(25, seed, families=1, shared=(130, 130), own=(4, 8))
     with (
         capture_routes(model, collector.engines) as capture,
@@ -48,7 +48,7 @@ def test_many_prefix_hits_in_one_step(model: Any, witness: Any, collector: Endpo
 
 
 def test_a_prompt_that_the_cache_holds_to_its_last_page(
-    model: Any, witness: Any, collector: Endpoints, seed: int
+    model: Any, witness: Any, collector: RunningDaemon, seed: int
 ) -> None:
     text = prompts(1, seed, shared=(100, 100))[0][:64]
     asks = [Ask(text, f"whole-{i}", 4 + i) for i in range(4)]
@@ -59,7 +59,7 @@ def test_a_prompt_that_the_cache_holds_to_its_last_page(
 
 
 @pytest.mark.parametrize("length", [1, 2, 32, 33])
-def test_siblings_of_a_short_prompt(model: Any, witness: Any, collector: Endpoints, seed: int, length: int) -> None:
+def test_siblings_of_a_short_prompt(model: Any, witness: Any, collector: RunningDaemon, seed: int, length: int) -> None:
     texts = prompts(2, seed, families=1, shared=(64, 64))
     asks = [Ask(text[:length], f"brood-{length}-{i}", 5, siblings=3) for i, text in enumerate(texts)]
     # Someone else keeps the batch from being empty: the engine cannot run a batch of no token at all.
@@ -69,7 +69,9 @@ def test_siblings_of_a_short_prompt(model: Any, witness: Any, collector: Endpoin
     assert check_all(witness, collector.trainers, done) == sum(len(done.tokens(name)) - 1 for name in done.outputs)
 
 
-def test_a_stop_token_ends_a_request_where_it_stands(model: Any, witness: Any, collector: Endpoints, seed: int) -> None:
+def test_a_stop_token_ends_a_request_where_it_stands(
+    model: Any, witness: Any, collector: RunningDaemon, seed: int
+) -> None:
     text = prompts(1, seed)[0]
     greedy = GenerationConfig(do_sample=False, max_new_tokens=12, eos_token_id=-1, pad_token_id=0)
     with (
@@ -94,7 +96,7 @@ def test_a_stop_token_ends_a_request_where_it_stands(model: Any, witness: Any, c
 
 
 def test_a_request_that_the_engine_rejects_is_known_as_failed(
-    model: Any, witness: Any, collector: Endpoints, seed: int
+    model: Any, witness: Any, collector: RunningDaemon, seed: int
 ) -> None:
     text = prompts(1, seed)[0]
     with (
@@ -116,7 +118,7 @@ def test_a_request_that_the_engine_rejects_is_known_as_failed(
             client.pull("rejected")
 
 
-def test_a_forward_that_raises_fails_its_requests(model: Any, collector: Endpoints, seed: int) -> None:
+def test_a_forward_that_raises_fails_its_requests(model: Any, collector: RunningDaemon, seed: int) -> None:
     texts = prompts(3, seed)
 
     def broken(_module: Any, _inputs: Any) -> None:
@@ -147,7 +149,7 @@ def test_a_forward_that_raises_fails_its_requests(model: Any, collector: Endpoin
 
 
 def test_a_fault_of_capture_loses_its_step_and_nothing_else(
-    model: Any, witness: Any, collector: Endpoints, seed: int, monkeypatch: pytest.MonkeyPatch
+    model: Any, witness: Any, collector: RunningDaemon, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Not a whole number of pages: 5.17 matches a prompt to its last token, 5.24 to its last full page but one token.
     text, other = (prompt[:101] for prompt in prompts(2, seed, families=2, shared=(100, 120)))
@@ -185,7 +187,7 @@ def test_a_fault_of_capture_loses_its_step_and_nothing_else(
 
 
 def test_rows_of_an_older_occupant_never_stand_in_for_a_lost_step(
-    model: Any, collector: Endpoints, seed: int, monkeypatch: pytest.MonkeyPatch
+    model: Any, collector: RunningDaemon, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same tokens at the same positions in the same slots, but of an earlier request: a fork must not take them."""
     text = prompts(1, seed, shared=(100, 100))[0][:100]
@@ -222,7 +224,7 @@ def test_rows_of_an_older_occupant_never_stand_in_for_a_lost_step(
                 assert caught.value.missing == ((0, 99),)
 
 
-def test_an_engine_that_is_let_go_takes_its_cache_along(model: Any, collector: Endpoints, seed: int) -> None:
+def test_an_engine_that_is_let_go_takes_its_cache_along(model: Any, collector: RunningDaemon, seed: int) -> None:
     text = prompts(1, seed)[0]
     with capture_routes(model, collector.engines):
         manager = model.init_continuous_batching(generation_config=generation(3), continuous_batching_config=batching())
@@ -235,7 +237,7 @@ def test_an_engine_that_is_let_go_takes_its_cache_along(model: Any, collector: E
         assert cache() is None
 
 
-def test_a_forward_of_another_thread_is_no_step(model: Any, witness: Any, collector: Endpoints, seed: int) -> None:
+def test_a_forward_of_another_thread_is_no_step(model: Any, witness: Any, collector: RunningDaemon, seed: int) -> None:
     texts = prompts(3, seed)
     with (
         capture_routes(model, collector.engines) as capture,

@@ -8,14 +8,14 @@ import pytest
 
 from collector.client import RouteClient
 from engine_side.engines.transformers import capture_routes
-from tests.engines.conftest import Endpoints
 from tests.engines.running import Ask, batching, check_all, check_rows, generation, run
+from tests.harness.daemon import RunningDaemon
 from tests.harness.tiny import prompts
 
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_two_runs_in_one_block_do_not_mix(model: Any, witness: Any, collector: Endpoints, seed: int) -> None:
+def test_two_runs_in_one_block_do_not_mix(model: Any, witness: Any, collector: RunningDaemon, seed: int) -> None:
     texts = prompts(6, seed)
     with capture_routes(model, collector.engines) as capture:
         runs = [
@@ -32,7 +32,7 @@ def test_two_runs_in_one_block_do_not_mix(model: Any, witness: Any, collector: E
 
 
 def test_a_parent_with_one_token_left_takes_nobody_elses_rows(
-    model: Any, witness: Any, collector: Endpoints, seed: int
+    model: Any, witness: Any, collector: RunningDaemon, seed: int
 ) -> None:
     # 65 tokens in chunks of 32: the parent's last token waits for the fork while others run.
     texts = [text[:65] for text in prompts(4, seed, shared=(66, 80))]

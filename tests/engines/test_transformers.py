@@ -10,7 +10,6 @@ from transformers import ContinuousBatchingConfig
 from collector.client import RouteClient
 from collector.client.errors import AmbiguousRequest, RequestAborted
 from engine_side.engines.transformers import capture_routes
-from tests.engines.conftest import Endpoints
 from tests.engines.running import (
     Ask,
     batching,
@@ -21,12 +20,13 @@ from tests.engines.running import (
     pulled,
     run,
 )
+from tests.harness.daemon import RunningDaemon
 from tests.harness.tiny import prompts
 
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_basic(model: Any, witness: Any, collector: Endpoints, seed: int) -> None:
+def test_basic(model: Any, witness: Any, collector: RunningDaemon, seed: int) -> None:
     asks = [Ask(text, f"basic-{i}", 6 + i) for i, text in enumerate(prompts(7, seed))]
     done = run(model, collector.engines, asks, batching())
     assert len(done.outputs) == 7
@@ -35,7 +35,7 @@ def test_basic(model: Any, witness: Any, collector: Endpoints, seed: int) -> Non
 
 
 def test_chunked_prefill_delivers_chunks_without_output(
-    model: Any, witness: Any, collector: Endpoints, seed: int
+    model: Any, witness: Any, collector: RunningDaemon, seed: int
 ) -> None:
     asks = [Ask(text, f"chunked-{i}", 8) for i, text in enumerate(prompts(5, seed, shared=(150, 220)))]
     done = run(model, collector.engines, asks, batching(max_batch_tokens=48, allow_block_sharing=False))
@@ -43,7 +43,7 @@ def test_chunked_prefill_delivers_chunks_without_output(
     assert check_all(witness, collector.trainers, done) > 500
 
 
-def test_prefix_hits_come_out_of_the_slot_store(model: Any, witness: Any, collector: Endpoints, seed: int) -> None:
+def test_prefix_hits_come_out_of_the_slot_store(model: Any, witness: Any, collector: RunningDaemon, seed: int) -> None:
     texts = prompts(8, seed, families=2, shared=(140, 200))
     asks = [Ask(text, f"prefix-{i}", 6) for i, text in enumerate(texts)]
     done = run(model, collector.engines, asks, batching(max_batch_tokens=128))
@@ -56,7 +56,7 @@ def test_prefix_hits_come_out_of_the_slot_store(model: Any, witness: Any, collec
 
 @pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])
 def test_preempted_requests_keep_their_sampling_time_rows(
-    model: Any, witness: Any, collector: Endpoints, seed: int, scheduler: str
+    model: Any, witness: Any, collector: RunningDaemon, seed: int, scheduler: str
 ) -> None:
     texts = prompts(12, seed, shared=(40, 60), own=(8, 30))
     asks = [Ask(text, f"preempted-{scheduler}-{i}", 70 + 4 * i) for i, text in enumerate(texts)]
@@ -68,7 +68,7 @@ def test_preempted_requests_keep_their_sampling_time_rows(
 
 
 def test_forked_siblings_are_complete_each_under_its_own_name(
-    model: Any, witness: Any, collector: Endpoints, seed: int
+    model: Any, witness: Any, collector: RunningDaemon, seed: int
 ) -> None:
     asks = [Ask(text, f"forked-{i}", 10, siblings=4) for i, text in enumerate(prompts(3, seed))]
     done = run(model, collector.engines, asks, batching())
@@ -77,7 +77,7 @@ def test_forked_siblings_are_complete_each_under_its_own_name(
     assert check_all(witness, collector.trainers, done) == sum(len(done.tokens(n)) - 1 for n in done.outputs)
 
 
-def test_cancelled_request_serves_its_prefix(model: Any, witness: Any, collector: Endpoints, seed: int) -> None:
+def test_cancelled_request_serves_its_prefix(model: Any, witness: Any, collector: RunningDaemon, seed: int) -> None:
     texts = prompts(4, seed)
     asks = [Ask(text, f"cancelled-{i}", 40, cancel_after=5 if i < 2 else None) for i, text in enumerate(texts)]
     done = run(model, collector.engines, asks, batching())
@@ -97,7 +97,7 @@ def test_cancelled_request_serves_its_prefix(model: Any, witness: Any, collector
 
 
 @pytest.mark.engines
-def test_request_cancelled_before_any_forward_is_known(model: Any, collector: Endpoints, seed: int) -> None:
+def test_request_cancelled_before_any_forward_is_known(model: Any, collector: RunningDaemon, seed: int) -> None:
     text = prompts(1, seed)[0]
     with (
         capture_routes(model, collector.engines) as capture,
@@ -115,7 +115,9 @@ def test_request_cancelled_before_any_forward_is_known(model: Any, collector: En
 
 
 @pytest.mark.parametrize(("length", "new_tokens"), [(1, 1), (1, 5), (40, 1), (32, 1), (33, 2)])
-def test_short_ends(model: Any, witness: Any, collector: Endpoints, seed: int, length: int, new_tokens: int) -> None:
+def test_short_ends(
+    model: Any, witness: Any, collector: RunningDaemon, seed: int, length: int, new_tokens: int
+) -> None:
     text = prompts(1, seed, shared=(64, 64))[0][:length]
     name = f"short-{length}-{new_tokens}"
     done = run(model, collector.engines, [Ask(text, name, new_tokens)], batching())
@@ -123,7 +125,7 @@ def test_short_ends(model: Any, witness: Any, collector: Endpoints, seed: int, l
     assert check_all(witness, collector.trainers, done) == length + new_tokens - 1
 
 
-def test_an_id_used_again_is_another_life(model: Any, witness: Any, collector: Endpoints, seed: int) -> None:
+def test_an_id_used_again_is_another_life(model: Any, witness: Any, collector: RunningDaemon, seed: int) -> None:
     first, second = prompts(2, seed)
     one = run(model, collector.engines, [Ask(first, "again", 6)], batching())
     two = run(model, collector.engines, [Ask(second, "again", 9)], batching())
@@ -136,14 +138,14 @@ def test_an_id_used_again_is_another_life(model: Any, witness: Any, collector: E
 
 
 @pytest.mark.engines
-def test_paged_eager_attention(model: Any, witness: Any, collector: Endpoints, seed: int) -> None:
+def test_paged_eager_attention(model: Any, witness: Any, collector: RunningDaemon, seed: int) -> None:
     model.set_attn_implementation("eager")
     asks = [Ask(text, f"eager-{i}", 8) for i, text in enumerate(prompts(4, seed))]
     done = run(model, collector.engines, asks, batching(max_batch_tokens=64))
     assert check_all(witness, collector.trainers, done) > 0
 
 
-def test_weight_version_marks_what_follows(model: Any, collector: Endpoints, seed: int) -> None:
+def test_weight_version_marks_what_follows(model: Any, collector: RunningDaemon, seed: int) -> None:
     text = prompts(1, seed)[0]
     with capture_routes(model, collector.engines) as capture:
         capture.set_weight_version(7)

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from collector.client import RouteClient
-from protocol.messages import RequestFinished
+from protocol import codes
+from protocol.messages import Pull, RequestFinished, Stat
 from tests.harness.daemon import running_daemon, serve_and_fail
 from tests.harness.patches import SMALL, Seg, frames, random_rows
-from tests.process.raw import raw_engine
+from tests.process.raw import raw_engine, raw_peer
 
 
 def _cli(*words: str) -> subprocess.CompletedProcess[str]:
@@ -39,6 +40,16 @@ def test_drain_takes_what_an_engine_had_sent(tmp_path: Path, seed: int) -> None:
             engine.send(*frames(SMALL, i, [Seg("1", i, rows[i : i + 1], (i,), opens=opens)]))
         daemon.process.send_signal(signal.SIGTERM)
         engine.await_ack(39)
+
+
+def test_a_pull_that_waits_is_told_that_the_daemon_leaves(tmp_path: Path) -> None:
+    with running_daemon(tmp_path) as daemon, raw_peer(daemon.trainers) as trainer:
+        trainer.say(Pull(7, "never", timeout_ms=600_000))
+        trainer.say(Stat(8))
+        assert trainer.to_trainer().values["pulls_waiting"] == 1
+        daemon.process.send_signal(signal.SIGTERM)
+        answer = trainer.to_trainer()
+        assert (answer.nonce, answer.code) == (7, codes.SHUTTING_DOWN)
 
 
 def test_a_second_daemon_on_the_path_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:

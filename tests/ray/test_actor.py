@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import ray
 
 from collector.client import RouteClient
 from collector.client.errors import ReleasedRequest
@@ -15,7 +16,6 @@ from engine_side.shipping.shipper import Shipper
 from protocol.geometry import Geometry
 from protocol.messages import Kind
 
-ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
 GEOMETRY = Geometry(4, (1, 2), 2, 8)

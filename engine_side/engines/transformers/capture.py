@@ -13,19 +13,17 @@ from typing import Any, Self
 
 from engine_side.capture.errors import CaptureError, CaptureRefused
 from engine_side.capture.hooks import find_routers, geometry_of, hooked
-from engine_side.capture.recorder import RouteRecorder
 from engine_side.engines.transformers.compat import (
     refuse_model,
     refuse_parallel,
     refuse_unsupported,
     require_supported,
 )
-from engine_side.engines.transformers.lives import Lives
+from engine_side.engines.transformers.lives import Lives, Names
 from engine_side.engines.transformers.processor import ProcessorCapture
 from engine_side.engines.transformers.stats import CaptureStats
 from engine_side.engines.transformers.wrapping import replaced
 from engine_side.shipping.shipper import Shipper
-from protocol.ids import safe_id
 from protocol.limits import MAX_WEIGHT_VERSION
 
 
@@ -44,7 +42,7 @@ class RouteCapture:
         self._routers = find_routers(model)
         self.geometry = geometry_of(model, self._routers)
         refuse_model(model.config.get_text_config())
-        self._recorder = RouteRecorder(self.geometry)
+        self._weight_version = 0
         name = engine_id or f"{socket.gethostname()}-{os.getpid()}"
         self._shipper = Shipper(collector, self.geometry, name, window_cap_bytes=window_cap_bytes)
         self._drain_s = drain_s
@@ -52,7 +50,7 @@ class RouteCapture:
         self._processors: list[weakref.ref[ProcessorCapture]] = []
         self._counts = CaptureStats()
         self._managers: list[weakref.ref[Any]] = []
-        self._lives: list[Lives] = []
+        self._names = Names()
         self._serial = itertools.count(1)
         self._forward = threading.local()
         self._closed = False
@@ -114,16 +112,13 @@ class RouteCapture:
 
     def client_id(self, request_id: str) -> str:
         """The name that routes of the engine's `request_id` are collected under: differs for siblings only."""
-        for lives in reversed(self._lives):
-            if (name := lives.client_id(request_id)) != safe_id(request_id):
-                return name
-        return safe_id(request_id)
+        return self._names.of(request_id)
 
     def set_weight_version(self, version: int) -> None:
         """Stamp rows of forwards launched from now on. Call it when new weights are in place."""
         if not 0 <= version <= MAX_WEIGHT_VERSION:
             raise CaptureError(f"a weight version is in [0, {MAX_WEIGHT_VERSION}], got {version}")
-        self._recorder.weight_version = version
+        self._weight_version = version
 
     def stats(self) -> CaptureStats:
         """Counters of this block, the shipper's included."""
@@ -155,15 +150,23 @@ class RouteCapture:
         manager._create_batch_processor = create
         manager.stop = stop_and_let_go
         # Weakly: a KV cache must not outlive its manager because it was captured.
+        self._managers = [each for each in self._managers if each() is not None]
         self._managers.append(weakref.ref(manager))
         running = getattr(manager, "batch_processor", None)
         if running is not None:
             self._capture(running)
 
     def _capture(self, processor: Any) -> None:
-        lives = Lives(self._serial)
-        captured = ProcessorCapture(processor, self._recorder, self._shipper, self._counts, lives, self._forward)
-        self._lives.append(lives)
+        captured = ProcessorCapture(
+            processor,
+            self.geometry,
+            lambda: self._weight_version,
+            self._shipper,
+            self._counts,
+            Lives(self._serial, self._names),
+            self._forward,
+        )
+        self._processors = [each for each in self._processors if each() is not None]
         self._processors.append(weakref.ref(captured))
 
     def _let_go(self, processor: Any) -> None:

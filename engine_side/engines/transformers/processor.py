@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,6 +24,7 @@ from engine_side.export.exporter import StepExporter
 from engine_side.export.plan import StepPlan
 from engine_side.export.planner import RoutePlanner
 from engine_side.shipping.shipper import Shipper
+from protocol.geometry import Geometry
 from protocol.messages import FinishReason
 
 log = logging.getLogger("r3.capture")
@@ -35,7 +36,8 @@ class ProcessorCapture:
     def __init__(
         self,
         processor: Any,
-        recorder: RouteRecorder,
+        geometry: Geometry,
+        weight_version: Callable[[], int],
         shipper: Shipper,
         counts: CaptureStats,
         lives: Lives,
@@ -44,15 +46,15 @@ class ProcessorCapture:
         self.processor = processor
         self.lives = lives
         self._forward = forward
-        self._versions = recorder
-        self._recorder = RouteRecorder(recorder.geometry)
+        self._weight_version = weight_version
+        self._recorder = RouteRecorder(geometry)
         self._shipper = shipper
         self._counts = counts
         self._device = torch.device(processor.model_device)
         self._slots = PagedSlots(processor.cache)
-        self._store: SlotStore | None = SlotStore(recorder.geometry, self._slots.num_slots, self._device)
+        self._store: SlotStore | None = SlotStore(geometry, self._slots.num_slots, self._device)
         self._planner = RoutePlanner()
-        self._exporter = StepExporter(recorder.geometry, self._device)
+        self._exporter = StepExporter(geometry, self._device)
         self._installed = ExitStack()
         try:
             self._wrap(self._installed)
@@ -77,7 +79,7 @@ class ProcessorCapture:
             # What the forward of another thread, on the same model, chooses is not this step's.
             self._recorder.drop()
             self._recorder.store = self._store
-            self._recorder.weight_version = self._versions.weight_version
+            self._recorder.weight_version = self._weight_version()
             self._forward.recorder = self._recorder
             try:
                 step(model)
