@@ -22,9 +22,9 @@ class ScheduledBatch:
     """
 
     lives: Sequence[str]
-    starts: Sequence[int]
-    counts: Sequence[int]
-    accepted: Sequence[int]
+    starts: Sequence[int] | NDArray[np.int64]
+    counts: Sequence[int] | NDArray[np.int64]
+    accepted: Sequence[int] | NDArray[np.int64]
     opens: Sequence[tuple[int, str]] = ()
 
 
@@ -34,6 +34,7 @@ class RoutePlanner:
 
     def __init__(self) -> None:
         self.step = 0
+        self._decode: tuple[NDArray[np.int32], NDArray[np.uint8]] = (_offsets(np.zeros(0, np.int64)), _NO_KINDS)
 
     def plan(self, batch: ScheduledBatch, weight_version: int) -> StepPlan:
         """Segments of a forward, each attached exactly once, whether or not the step yields a token. Raises ValueError
@@ -45,6 +46,8 @@ class RoutePlanner:
             idle = batch.lives[int(np.argmin(counts))]
             raise ValueError(f"life {idle} runs no token in this step: leave it out of the batch")
         self.step += 1
+        if not batch.opens and (counts == 1).all() and (accepted <= starts + 1).all():
+            return self._plan_decode(batch.lives, starts, weight_version)
         # An unknown start is a decode step of an engine that runs ahead of its host: it samples at once.
         fill = np.where(starts < 0, 0, np.clip(accepted - 1 - starts, 0, counts))
         pieces = np.stack([fill, counts - fill], axis=1)
@@ -64,6 +67,15 @@ class RoutePlanner:
             weight_version=weight_version,
             opens=tuple((int(at), name) for at, (_, name) in zip(first, batch.opens, strict=True)),
         )
+
+    def _plan_decode(self, lives: Sequence[str], starts: NDArray[np.int64], weight_version: int) -> StepPlan:
+        """A step that every engine runs nearly always: one token each, sampled from."""
+        offsets, kinds = self._decode
+        if len(kinds) != len(starts):
+            offsets, kinds = np.arange(len(starts) + 1, dtype=np.int32), np.full(len(starts), Kind.FORWARD, np.uint8)
+            self._decode = offsets, kinds
+        known = np.maximum(starts, -1).astype(np.int32)
+        return StepPlan(self.step, tuple(lives), known, offsets, kinds, weight_version)
 
     def cached(self, life: str, start: int, count: int, name: str | None) -> StepPlan:
         """A read of `count` rows from the slot store, for positions some other forward computed. name: the client's
@@ -105,6 +117,9 @@ class RoutePlanner:
             weight_version=0,
             opens=opens,
         )
+
+
+_NO_KINDS = np.zeros(0, np.uint8)
 
 
 def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int32]:

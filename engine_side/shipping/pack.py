@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_side.capture.records import COMMIT_MASK
 from engine_side.export.landing import LandingStep
 from engine_side.export.plan import StepPlan
 from protocol import codec
@@ -48,7 +49,7 @@ class Packer:
 
     def step(self, landing: LandingStep) -> Packed:
         """Copy a landed step out of the ring. The arrays of the result own their memory. Raises ValueError when the
-        step's columns disagree in length with its plan."""
+        step's columns disagree in length with its plan, or its rows are not of the commit they should be of."""
         plan = landing.plan
         _require_rows(landing)
         counts = np.diff(plan.offsets)
@@ -119,6 +120,14 @@ def _require_rows(landing: LandingStep) -> None:
         column = getattr(landing, name)
         if column is not None and len(column) != total:
             raise ValueError(f"step {landing.plan.step} plans {total} rows, {name} holds {len(column)}")
+    if landing.stamps is not None and landing.commit_no is not None:
+        # A graph captured before capture was installed, or a forward that another path ran, commits nothing: what lies
+        # in the step's memory is then some other step's.
+        numbers = (landing.stamps >> 8) & COMMIT_MASK
+        if (other := numbers != (landing.commit_no & COMMIT_MASK)).any():
+            raise ValueError(
+                f"step {landing.plan.step}: {int(other.sum())} of {total} rows were not committed by its forward"
+            )
 
 
 def _contradictions(

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from engine_side.capture.errors import CaptureError, CaptureRefused
 from engine_side.capture.hooks import find_routers, geometry_of, hooked
+from engine_side.capture.records import RecordLayout
 from engine_side.engines.transformers.compat import (
     refuse_model,
     refuse_parallel,
@@ -41,6 +42,7 @@ class RouteCapture:
         self._model = model
         self._routers = find_routers(model)
         self.geometry = geometry_of(model, self._routers)
+        self._layout = RecordLayout.of(self.geometry)
         refuse_model(model.config.get_text_config())
         self._weight_version = 0
         name = engine_id or f"{socket.gethostname()}-{os.getpid()}"
@@ -57,11 +59,19 @@ class RouteCapture:
         self._lock = threading.Lock()
         self.drained = False
 
+    @property
+    def _running(self) -> ProcessorCapture | None:
+        """Whose forward this thread runs; None: somebody else's, on the same model."""
+        found: ProcessorCapture | None = getattr(self._forward, "capture", None)
+        return found
+
     def _keep(self, index: int, ids: Any) -> None:
-        """A router chose: of this thread's step if it runs one, of somebody else's forward otherwise."""
-        recorder = getattr(self._forward, "recorder", None)
-        if recorder is not None:
-            recorder.keep(index, ids)
+        if (running := self._running) is not None:
+            running.keep(index, ids)
+
+    def _commit(self, _model: Any, _args: Any, inputs: dict[str, Any], _output: Any) -> None:
+        if (running := self._running) is not None:
+            running.commit(inputs)
 
     def __enter__(self) -> Self:
         try:
@@ -74,6 +84,7 @@ class RouteCapture:
     def _enter(self) -> Self:
         cached = getattr(self._model, "_cached_continuous_batching_manager", None)
         self._installed.enter_context(hooked(self._routers, self._keep))
+        self._installed.callback(self._model.register_forward_hook(self._commit, with_kwargs=True).remove)
         make_manager = self._model.init_continuous_batching
 
         def init_continuous_batching(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +170,7 @@ class RouteCapture:
     def _capture(self, processor: Any) -> None:
         captured = ProcessorCapture(
             processor,
-            self.geometry,
+            self._layout,
             lambda: self._weight_version,
             self._shipper,
             self._counts,

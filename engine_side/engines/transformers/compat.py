@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 import transformers
+from numpy.typing import NDArray
+from torch import Tensor
 
 from engine_side.capture.errors import CaptureRefused
 
@@ -29,33 +33,48 @@ class PagedSlots:
         allocators = getattr(cache, "cache_allocators", None)
         found = list(allocators.values()) if allocators is not None else list(cache.group_cache_managers)
         # A sliding-window group reuses slots within a request: its slots do not name positions.
-        full = [x for x in found if type(x).__name__ == "FullAttentionCacheAllocator"]
+        full = [i for i, x in enumerate(found) if type(x).__name__ == "FullAttentionCacheAllocator"]
         if not full:
             raise CaptureRefused(_SLIDING)
-        self._allocator = full[0]
-        self._name = next((k for k, v in (allocators or {}).items() if v is full[0]), None)
+        self._group = full[0]
+        self._allocator = allocator = found[full[0]]
+        self._name = next((k for k, v in (allocators or {}).items() if v is allocator), None)
         if allocators is not None:
-            self.page_size = int(self._allocator.tokens_per_page)
-            blocks = (cache.num_sectors + 2) * self._allocator.blocks_per_sector
+            self.page_size = int(allocator.tokens_per_page)
+            blocks = (cache.num_sectors + 2) * allocator.blocks_per_sector
+            # A block of this version holds the pages of all the group's layers.
+            self._stride = int(allocator.block_physical_stride)
         else:
-            self.page_size = int(self._allocator.block_size)
+            self.page_size = self._stride = int(allocator.block_size)
             blocks = cache.num_blocks + 2
         self.num_slots = int(blocks) * self.page_size
 
-    def extend(self, slots: list[int], request_id: str, start: int, stop: int) -> None:
-        """Append the slots of positions [start, stop) of a request that holds cache for them. Plain integers: a decode
-        step of 256 takes 60 us this way, 1,500 us with an array a request."""
-        table, size = self._allocator.block_table[request_id], self.page_size
-        if stop - start == 1:
-            slots.append(table[start // size] * size + start % size)
-            return
-        for page in range(start // size, (stop - 1) // size + 1):
-            base = (table[page] - page) * size
-            slots.extend(range(base + max(start, page * size), base + min(stop, (page + 1) * size)))
+    def of(self, request_id: str, start: int, stop: int) -> NDArray[np.int32]:
+        """Slots of positions [start, stop) of a request that holds cache for them."""
+        first, size = start // self.page_size, self.page_size
+        blocks = np.asarray(self._allocator.block_table[request_id][first : (stop - 1) // size + 1], np.int32)
+        slots = (blocks[:, None] * size + np.arange(size, dtype=np.int32)).reshape(-1)
+        part: NDArray[np.int32] = slots[start - first * size : stop - first * size]
+        return part
 
-    def of_blocks(self, blocks: Sequence[int]) -> list[int]:
+    def of_blocks(self, blocks: Sequence[int]) -> NDArray[np.int64]:
         """Slots of whole blocks, in order."""
-        return [slot for block in blocks for slot in range(block * self.page_size, (block + 1) * self.page_size)]
+        return (np.asarray(blocks, np.int64)[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
+
+    def on_device(self, inputs: Mapping[str, Any]) -> Tensor:
+        """The slot that each token of a forward writes, out of the tensors that the forward itself uses: int, pads are
+        negative or a slot that nobody owns. inputs: the model's keyword arguments."""
+        table = inputs.get("block_table")
+        if table is None:
+            written = inputs["write_index"][self._group]
+        else:
+            # The decode path of flash attention: a row of pages for each request, one token each.
+            at = inputs["position_ids"][0].to(torch.int64)
+            pages = table[self._group].gather(1, (at // self.page_size)[:, None])[:, 0].to(torch.int64)
+            written = torch.where(pages < 0, -1, pages * self.page_size + at % self.page_size)
+        if self._stride == self.page_size:
+            return written
+        return torch.where(written < 0, -1, written // self._stride * self.page_size + written % self._stride)
 
     def wrap_copies(self, cache: Any, mirror: Callable[[Sequence[int], Sequence[int]], None]) -> tuple[str, Any]:
         """(method name, wrapper) of the block copy that forks use; `mirror(source, target)` gets block ids."""
@@ -77,6 +96,21 @@ class PagedSlots:
         return "copy_cache", copy_cache_and_rows
 
 
+def batches_launched(io: Any) -> Sequence[Any]:
+    """The `FutureRequestState`s of the step launched last. Async batching has switched to its other pair by then."""
+    if hasattr(io, "io_pairs"):
+        io = io.io_pairs[1 - io.current_pair].host_io
+    states: Sequence[Any] = io.requests_in_batch
+    return states
+
+
+def forget_graphs(io: Any) -> None:
+    """Have the engine capture its graphs anew."""
+    for each in [pair.device_io for pair in io.io_pairs] if hasattr(io, "io_pairs") else [io]:
+        if each.graphs._storage:
+            each.graphs = type(each.graphs)()
+
+
 def refuse_model(config: Any) -> None:
     """Refuse a model none of whose layers attends to everything. Raises CaptureRefused. config: its text config."""
     kinds = getattr(config, "layer_types", None)
@@ -95,19 +129,9 @@ def refuse_parallel(ranks: int) -> None:
 
 def refuse_unsupported(config: Any) -> None:
     """Refuse configurations of continuous batching whose routes would be incomplete. Raises CaptureRefused."""
-    graphs = config.use_cuda_graph
-    if graphs is None or (any(graphs) if isinstance(graphs, tuple) else graphs):
-        import torch
-
-        if graphs or torch.cuda.is_available():
-            raise CaptureRefused("CUDA graphs replay without Python hooks: pass use_cuda_graph=False")
-    if config.use_async_batching:
-        raise CaptureRefused("async batching keeps two batches in flight: pass use_async_batching=False")
     # None lets the engine size it by itself.
     if config.cpu_offload_space is None or config.cpu_offload_space > 0:
         raise CaptureRefused("KV offload restores blocks without their routes: pass cpu_offload_space=0")
-    if config.varlen_compile_config is not None or config.decode_compile_config is not None:
-        raise CaptureRefused("a compiled forward runs no Python hooks: leave the compile configs unset")
 
 
 _SLIDING = (

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine_side.capture.recorder import RouteRecorder
-from engine_side.capture.slot_store import SlotStore, StepRows, StoredRows
-from engine_side.engines.transformers.batch import PrefixHits, survey
-from engine_side.engines.transformers.compat import PagedSlots
+from engine_side.capture.records import RecordLayout
+from engine_side.engines.transformers.batch import Surveyor
+from engine_side.engines.transformers.compat import PagedSlots, batches_launched, forget_graphs
 from engine_side.engines.transformers.lives import Lives
 from engine_side.engines.transformers.stats import CaptureStats
-from engine_side.engines.transformers.streams import on_stream
+from engine_side.engines.transformers.streams import OnStream
 from engine_side.engines.transformers.wrapping import replaced
-from engine_side.export.exporter import StepExporter
-from engine_side.export.plan import StepPlan
-from engine_side.export.planner import RoutePlanner
+from engine_side.export.pipeline import CapturePipeline
 from engine_side.shipping.shipper import Shipper
-from protocol.geometry import Geometry
 from protocol.messages import FinishReason
 
 log = logging.getLogger("r3.capture")
@@ -36,7 +31,7 @@ class ProcessorCapture:
     def __init__(
         self,
         processor: Any,
-        geometry: Geometry,
+        layout: RecordLayout,
         weight_version: Callable[[], int],
         shipper: Shipper,
         counts: CaptureStats,
@@ -47,14 +42,20 @@ class ProcessorCapture:
         self.lives = lives
         self._forward = forward
         self._weight_version = weight_version
-        self._recorder = RouteRecorder(geometry)
         self._shipper = shipper
         self._counts = counts
-        self._device = torch.device(processor.model_device)
         self._slots = PagedSlots(processor.cache)
-        self._store: SlotStore | None = SlotStore(geometry, self._slots.num_slots, self._device)
-        self._planner = RoutePlanner()
-        self._exporter = StepExporter(geometry, self._device)
+        self._surveyor = Surveyor(lives, self._slots, counts)
+        self._stream = OnStream(processor.inputs_and_outputs.compute_stream)
+        self.pipeline = CapturePipeline(
+            layout,
+            shipper,
+            max_tokens=processor.cache.max_batch_tokens,
+            num_slots=self._slots.num_slots,
+            device=torch.device(processor.model_device),
+        )
+        # Graphs that exist already commit nothing: they are captured anew, with the commit in them.
+        forget_graphs(processor.inputs_and_outputs)
         self._installed = ExitStack()
         try:
             self._wrap(self._installed)
@@ -63,29 +64,34 @@ class ProcessorCapture:
             raise
 
     def close(self) -> None:
-        """Undo what was wrapped, free the slot store. Lives that have not ended are lost with the shipper's goodbye."""
+        """Undo what was wrapped. Lives that have not ended are lost with the shipper's goodbye. The device memory goes
+        with the processor: graphs that commit may still be replayed."""
         self._installed.close()
-        self._store = None
+        self.pipeline.drain()
+        self.processor.r3_pipeline = self.pipeline
 
     # ------------------------------------------------------------------ what is wrapped
 
     def _wrap(self, installed: ExitStack) -> None:
         processor = self.processor
         step, cancelled = processor._generation_step, processor.scheduler.clear_cancelled_requests
+        compute = processor.model_runner.compute_batch
         router = processor.output_router
         deliver_batch, fail_and_deliver = router.deliver_batch, router.fail_and_deliver
 
         def generation_step(model: Any) -> None:
-            # What the forward of another thread, on the same model, chooses is not this step's.
-            self._recorder.drop()
-            self._recorder.store = self._store
-            self._recorder.weight_version = self._weight_version()
-            self._forward.recorder = self._recorder
-            try:
-                step(model)
-            finally:
-                self._forward.recorder = None
+            self._safely(self._before_step)
+            step(model)
             self._safely(self._after_step)
+
+        def compute_batch(model: Any, inputs: dict[str, Any]) -> None:
+            # Steps, and the engine's own warm-up: both capture graphs. What the forward of another thread, on the same
+            # model, chooses is not this one's.
+            self._forward.capture = self
+            try:
+                compute(model, inputs)
+            finally:
+                self._forward.capture = None
 
         def clear_cancelled_requests() -> Any:
             states = cancelled()
@@ -103,6 +109,7 @@ class ProcessorCapture:
         copy_name, copy = self._slots.wrap_copies(processor.cache, lambda a, b: self._safely(self._copied, a, b))
         for owner, name, function in (
             (processor, "_generation_step", generation_step),
+            (processor.model_runner, "compute_batch", compute_batch),
             (processor.scheduler, "clear_cancelled_requests", clear_cancelled_requests),
             (router, "deliver_batch", deliver),
             (router, "fail_and_deliver", fail),
@@ -121,70 +128,42 @@ class ProcessorCapture:
 
     # ------------------------------------------------------------------ a step
 
+    def keep(self, index: int, topk_ids: Tensor) -> None:
+        """A router of this processor's forward chose."""
+        self.pipeline.recorder.keep(index, topk_ids)
+
+    def keep_copy(self, index: int, topk_ids: Tensor) -> None:
+        """A router of this processor's compiled forward chose."""
+        self.pipeline.recorder.keep_copy(index, topk_ids)
+
+    def commit(self, inputs: Mapping[str, Any]) -> None:
+        """The model's forward is over: commit it. inputs: its keyword arguments. For a graph, once, at capture."""
+        self._safely(self._commit, inputs)
+
+    def _commit(self, inputs: Mapping[str, Any]) -> None:
+        self.pipeline.commit(self._slots.on_device(inputs), inputs["position_ids"][0], inputs["input_ids"][0])
+
+    def _before_step(self) -> None:
+        with self._stream:
+            self.pipeline.begin(self._weight_version())
+
     def _after_step(self) -> None:
-        store = self._store
-        if store is None:
-            return
-        io = self.processor.inputs_and_outputs
-        plan: StepPlan | None = None
-        slots: Tensor | slice = slice(None)
-        # On the engine's own stream: the memory of what the routers returned goes back to that stream's next forward.
-        with on_stream(io.compute_stream):
-            try:
-                found = survey(io.requests_in_batch, self.lives, self._slots, self._counts)
-                total = found.num_tokens
-                if not total:
-                    return
-                plan = self._planner.plan(found.scheduled, self._recorder.weight_version)
-                slots = self._on_device(found.slots, torch.int64)
-                positions, token_ids = io.position_ids.reshape(-1)[:total], io.input_ids.reshape(-1)[:total]
-                rows = self._recorder.commit(slots, positions, token_ids, total)
-            except Exception:
-                if plan is not None:
-                    self._shipper.lost(plan)
-                # The KV of these slots is new, their rows are an older occupant's: nothing may read them as proven.
-                store.stamp_uncaptured(slots)
-                raise
-            self._counts.steps += 1
-            self._put(plan, rows)
-            self._counts.rows += total
-            self._counts.forward_rows += total
-            self._read_hits(store, found.hits, rows.commit_no)
-
-    def _read_hits(self, store: SlotStore, hits: PrefixHits, max_commit: int) -> None:
-        """Rows that some other forward computed, read after this step's commit, in bounded chunks."""
-        at = 0
-        for plan in self._planner.prefix_hits(hits.lives, hits.starts, hits.counts, self._exporter.rows_per_chunk):
-            count = int(plan.offsets[-1])
-            spans = zip(plan.starts.tolist(), np.diff(plan.offsets).tolist(), strict=True)
-            rows = store.read(
-                self._on_device(hits.slots[at : at + count], torch.int64),
-                self._on_device(hits.tokens[at : at + count], torch.int32),
-                self._on_device([p for start, n in spans for p in range(start, start + n)], torch.int32),
-                max_commit,
-            )
-            self._put(plan, rows)
-            at += count
-        self._counts.rows += at
-        self._counts.cached_rows += at
-        self._counts.forked_rows += hits.forked_rows
-
-    def _put(self, plan: StepPlan, rows: StepRows | StoredRows) -> None:
-        try:
-            landing = self._exporter.export(plan, rows)
-        except Exception:
-            self._shipper.lost(plan)
-            raise
-        self._shipper.put(landing)
+        # On the engine's own stream: what it launches next comes behind this, on the device, without the host.
+        with self._stream:
+            found = self._surveyor.survey(batches_launched(self.processor.inputs_and_outputs))
+            if not found.num_tokens:
+                return
+            self.pipeline.end(found.scheduled, found.hits)
+        counts, cached = self._counts, sum(found.hits.counts)
+        counts.steps += 1
+        counts.rows += found.num_tokens + cached
+        counts.forward_rows += found.num_tokens
+        counts.cached_rows += cached
+        counts.forked_rows += found.forked_rows
 
     def _copied(self, source: Sequence[int], target: Sequence[int]) -> None:
-        if source and self._store is not None:
-            at, to = self._slots.of_blocks(source), self._slots.of_blocks(target)
-            with on_stream(self.processor.inputs_and_outputs.compute_stream):
-                self._store.copy(self._on_device(at, torch.int64), self._on_device(to, torch.int64))
-
-    def _on_device(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
+        with self._stream:
+            self.pipeline.copied(self._slots.of_blocks(source), self._slots.of_blocks(target))
 
     # ------------------------------------------------------------------ ends
 
@@ -212,7 +191,7 @@ class ProcessorCapture:
         life = self.lives.of(state)
         if not life.opened:
             life.opened = True
-            self._shipper.lost(self._planner.cached(life.life_id, 0, 1, life.name))
+            self._shipper.lost(self.pipeline.planner.cached(life.life_id, 0, 1, life.name))
 
     def _end(self, request_id: str, num_tokens: int | None, reason: FinishReason, detail: str = "") -> None:
         life = self.lives.end(request_id)
