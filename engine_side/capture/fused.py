@@ -154,7 +154,7 @@ def _read(
     proven = inside & (number > 0) & (number <= max_commit)
     proven = proven & (known.to(tl.int32) == token) & (tl.load(store_positions + slot) == position)
     at = tl.arange(0, ROW2) * WORD
-    words = _load_word(store_rows, slot * ROW + at, (at < ROW) & proven, WORD)
+    words = _load_word(store_rows, slot * ROW + at, at < tl.where(proven, ROW, 0), WORD)
     _store_word(records, i * stride + at, words, at < ROW, WORD)
     trailer = records.to(tl.pointer_type(tl.int32)) + i * (stride // 4) + (stride // 4 - 4)
     tl.store(trailer, token)

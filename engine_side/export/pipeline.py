@@ -77,6 +77,11 @@ class CapturePipeline:
         self._exporter.before_commit()
         self.recorder.begin(weight_version)
 
+    def idle(self) -> None:
+        """Forwards from here on belong to no step, until the next `begin`: a dummy batch, a warm-up."""
+        self._exporter.before_commit()
+        self.recorder.idle()
+
     def commit(self, slots: Tensor, positions: Tensor, input_ids: Tensor) -> StepRows | None:
         """Commit what the routers kept: at the end of the target model's forward, before any drafter's. Never raises
         into the engine's forward: a step that cannot be committed is lost at its `end`."""

@@ -46,7 +46,7 @@ class RoutePlanner:
             idle = batch.lives[int(np.argmin(counts))]
             raise ValueError(f"life {idle} runs no token in this step: leave it out of the batch")
         self.step += 1
-        if not batch.opens and (counts == 1).all() and (accepted <= starts + 1).all():
+        if not batch.opens and (counts == 1).all() and ((accepted <= starts + 1) | (starts < 0)).all():
             return self._plan_decode(batch.lives, starts, weight_version)
         # An unknown start is a decode step of an engine that runs ahead of its host: it samples at once.
         fill = np.where(starts < 0, 0, np.clip(accepted - 1 - starts, 0, counts))

@@ -60,9 +60,7 @@ class Rig:
         return int(self.store.stamps[slot, 0]) >> 8
 
 
-def rig(
-    geometry: Geometry = GEOMETRY, slots: int = 32, max_tokens: int = 64, narrow: bool | None = None
-) -> Rig:
+def rig(geometry: Geometry = GEOMETRY, slots: int = 32, max_tokens: int = 64, narrow: bool | None = None) -> Rig:
     layout = RecordLayout.of(geometry, narrow)
     store = SlotStore(layout, slots, DEVICE)
     return Rig(layout, store, RouteRecorder(layout, max_tokens, DEVICE, store))
@@ -78,9 +76,7 @@ def signed(rows: NDArray[np.int16] | NDArray[np.uint8]) -> NDArray[np.int64]:
     return np.where(wide == 255, -1, wide) if rows.dtype == np.uint8 else wide
 
 
-def choices(
-    seed: int, tokens: int, width: int = 2, experts: int = 8, dtype: torch.dtype = torch.int64
-) -> torch.Tensor:
+def choices(seed: int, tokens: int, width: int = 2, experts: int = 8, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Distinct ids [tokens, width], as a router's top-k gives them."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(tokens, experts, generator=generator).topk(width, dim=1).indices.to(dtype)

@@ -8,9 +8,10 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
-from engine_side.engines.transformers.batch import Survey, survey
+from engine_side.engines.transformers.batch import Survey, Surveyor
 from engine_side.engines.transformers.compat import PagedSlots
 from engine_side.engines.transformers.lives import Lives, Names
 from engine_side.engines.transformers.stats import CaptureStats
@@ -23,6 +24,7 @@ class FullAttentionCacheAllocator:
 
     tokens_per_page = PAGE
     blocks_per_sector = 1
+    block_physical_stride = 4 * PAGE
 
     def __init__(self) -> None:
         self.block_table: dict[str, list[int]] = {}
@@ -37,6 +39,7 @@ class Engine:
         self.slots = PagedSlots(cache)
         self.lives = Lives(itertools.count(1), Names())
         self.counts = CaptureStats()
+        self.surveyor = Surveyor(self.lives, self.slots, self.counts)
 
     def ran(self, state: Any, start: int, length: int, remaining: int = 0) -> SimpleNamespace:
         """`state` as it stands in the batch after a step over [start, start + length)."""
@@ -45,7 +48,7 @@ class Engine:
         return SimpleNamespace(state=state, query_length=length, has_new_token=not remaining)
 
     def walk(self, *batch: SimpleNamespace) -> Survey:
-        return survey(batch, self.lives, self.slots, self.counts)
+        return self.surveyor.survey(batch)
 
     def give_blocks(self, state: Any, *blocks: int) -> Any:
         self.allocator.block_table[state.request_id] = list(blocks)
@@ -63,10 +66,9 @@ def test_slots_are_those_of_a_position_by_position_walk(seed: int) -> None:
     for _ in range(500):
         start = chance.randrange(0, 12 * PAGE)
         stop = chance.randint(start + 1, 12 * PAGE)
-        found: list[int] = []
-        engine.slots.extend(found, "a", start, stop)
-        assert found == [blocks[p // PAGE] * PAGE + p % PAGE for p in range(start, stop)]
-    assert engine.slots.of_blocks([3, 1]) == [*range(48, 64), *range(16, 32)]
+        found = engine.slots.of("a", start, stop)
+        assert found.tolist() == [blocks[p // PAGE] * PAGE + p % PAGE for p in range(start, stop)]
+    assert engine.slots.of_blocks([3, 1]).tolist() == [*range(48, 64), *range(16, 32)]
 
 
 def test_a_prefix_hit_asks_for_just_the_rows_in_front_of_it() -> None:
@@ -74,9 +76,8 @@ def test_a_prefix_hit_asks_for_just_the_rows_in_front_of_it() -> None:
     state = engine.give_blocks(_state("a", 40), 7, 5, 9)
     found = engine.walk(engine.ran(state, 32, 8))
     assert (found.hits.starts, found.hits.counts) == ([0], [32])
-    assert found.hits.slots == [*range(112, 128), *range(80, 96)]
-    assert found.hits.tokens == list(range(32))
-    assert found.slots == list(range(144, 152))
+    assert [x.tolist() for x in found.hits.slots] == [[*range(112, 128), *range(80, 96)]]
+    assert [x.tolist() for x in found.hits.tokens] == [list(range(32))]
     assert found.scheduled.opens == [(0, "a")]
     assert engine.walk(engine.ran(state, 40, 1)).hits.lives == []
 
@@ -93,7 +94,7 @@ def test_a_parent_that_only_waits_opens_nothing_and_shifts_nobodys_opening() -> 
     found = engine.walk(engine.ran(parent, 32, 1), engine.ran(child, 32, 1))
     assert found.scheduled.opens == [(0, "p#0"), (1, "p#1")]
     assert found.hits.counts == [32, 32]
-    assert found.hits.forked_rows == 32
+    assert found.forked_rows == 32
 
 
 def test_a_stop_before_a_fork_is_no_chunk() -> None:
@@ -122,15 +123,72 @@ def test_a_preempted_request_is_the_same_life_and_reads_its_prefix_again() -> No
     assert second.scheduled.opens == []
 
 
-def test_a_decode_step_of_256_costs_less_than_a_millisecond_whatever_the_context() -> None:
-    """An array a request took 1,500 us for the slots alone; the walk takes about 200 us."""
+def test_a_decode_batch_that_goes_on_is_not_walked_and_says_the_same(seed: int) -> None:
+    """Runs of decode steps, with requests that end and come: beside a walk that knows no short cut."""
+    chance = random.Random(seed)
+    engine, other = Engine(), Engine()
+    for each in (engine, other):
+        each.states = {}  # type: ignore[attr-defined]
+    at: dict[str, int] = {}
+    for _ in range(200):
+        if chance.random() < 0.2 or not at:
+            name, prompt = f"r{len(engine.lives._lives)}-{chance.random()}", chance.randint(1, 6)
+            for each in (engine, other):
+                each.states[name] = each.give_blocks(_state(name, prompt), 1)  # type: ignore[attr-defined]
+            at[name] = 0
+        if chance.random() < 0.1 and len(at) > 1:
+            gone = chance.choice(list(at))
+            del at[gone]
+            for each in (engine, other):
+                each.lives.end(gone)
+        running = [name for name in at if chance.random() > 0.02]
+        seen = []
+        for each in (engine, other):
+            batch = []
+            for name in running:
+                state = each.states[name]  # type: ignore[attr-defined]
+                length = len(state.initial_tokens) if not at[name] else 1
+                batch.append(each.ran(state, at[name], length))
+            if each is other:
+                each.surveyor._catch_up()
+            seen.append(each.walk(*batch))
+        for name in running:
+            at[name] += len(engine.states[name].initial_tokens) if not at[name] else 1  # type: ignore[attr-defined]
+        one, two = (
+            (tuple(x.scheduled.lives), *(list(map(int, y)) for y in (x.scheduled.starts, x.scheduled.counts)))
+            for x in seen
+        )
+        assert one == two
+        assert list(seen[0].scheduled.opens) == list(seen[1].scheduled.opens)
+    assert engine.counts == other.counts
+
+
+def test_slots_on_the_device_are_those_of_the_host(seed: int) -> None:
+    """Both ways the engine says them: indices to write, and a table of pages for the decode path."""
+    engine, chance = Engine(), random.Random(seed)
+    stride = engine.allocator.block_physical_stride
+    tables = [chance.sample(range(500), 5) for _ in range(6)]
+    at = [chance.randrange(5 * PAGE) for _ in tables]
+    for i, blocks in enumerate(tables):
+        engine.give_blocks(_state(str(i), 1), *blocks)
+    expected = [int(engine.slots.of(str(i), p, p + 1)[0]) for i, p in enumerate(at)]
+    written = torch.tensor([[blocks[p // PAGE] * stride + p % PAGE for blocks, p in zip(tables, at, strict=True)]])
+    assert engine.slots.on_device({"write_index": written}).tolist() == expected
+    # Pages of all the group's layers lie next to each other; a request that only pads has none.
+    pages = torch.tensor([[[b * (stride // PAGE) for b in blocks] for blocks in tables] + [[-1] * 5]])
+    positions = torch.tensor([[*at, 0]])
+    found = engine.slots.on_device({"block_table": pages, "position_ids": positions}).tolist()
+    assert found[:-1] == expected
+    assert found[-1] < 0
+
+
+def test_a_decode_step_costs_little_a_request_whatever_the_context() -> None:
+    """An array a request took 1,500 us for the slots of 256 alone."""
     engine = Engine()
     states = [engine.give_blocks(_state(str(i), 1), *range(i * 250, i * 250 + 250)) for i in range(256)]
     best = float("inf")
     for step in range(3_000, 3_020):
         batch = [engine.ran(state, step, 1) for state in states]
-        for state in states:
-            engine.lives.of(state).next = step
         began = time.perf_counter()
         engine.walk(*batch)
         best = min(best, time.perf_counter() - began)

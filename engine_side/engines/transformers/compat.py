@@ -53,7 +53,7 @@ class PagedSlots:
         """Slots of positions [start, stop) of a request that holds cache for them."""
         first, size = start // self.page_size, self.page_size
         blocks = np.asarray(self._allocator.block_table[request_id][first : (stop - 1) // size + 1], np.int32)
-        slots = (blocks[:, None] * size + np.arange(size, dtype=np.int32)).reshape(-1)
+        slots = np.add.outer(blocks * size, np.arange(size)).astype(np.int32).reshape(-1)
         part: NDArray[np.int32] = slots[start - first * size : stop - first * size]
         return part
 
