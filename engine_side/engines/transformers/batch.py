@@ -44,7 +44,7 @@ class Surveyor:
     def survey(self, batch: Sequence[Any]) -> Survey:
         """Of a batch that was launched, whose tokens may not be accepted yet."""
         states = [future.state for future in batch]
-        same = len(states) == len(self._states) and all(map(is_, states, self._states))
+        same = len(states) == len(self._states) > 0 and all(map(is_, states, self._states))
         if same and [future.query_length for future in batch].count(1) == len(states):
             self._starts = self._starts + 1
             scheduled = ScheduledBatch(self._ids, self._starts, self._ones, self._starts + 1)
