@@ -44,7 +44,7 @@ test-engines: $(VENV)/$(STAMP) $(VENV_517)/$(STAMP)
 	@echo "== engine matrix: transformers 5.24.0"
 	$(VENV)/bin/python -m pytest -m "engines or not engines" tests/engines $(ARGS)
 	@echo "== engine matrix: transformers 5.17.0"
-	$(VENV_517)/bin/python -m pytest -m "engines or not engines" tests/engines $(ARGS)
+	$(VENV_517)/bin/python -m pytest -m "engines or not engines" tests/engines tests/gpu $(ARGS)
 
 bench: $(VENV)/$(STAMP)
 	@mkdir -p build
