@@ -33,6 +33,8 @@ PURE_FILES = (
     "engine_side/export/planner.py",
     "engine_side/shipping/stream.py",
     "engine_side/shipping/window.py",
+    "engine_side/facts.py",
+    "engine_side/support.py",
 )
 
 

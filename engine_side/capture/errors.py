@@ -10,4 +10,11 @@ class CaptureError(R3Error):
 
 
 class CaptureRefused(R3Error):
-    """A model, engine version or configuration whose routes could be incomplete or wrong."""
+    """A model, engine version or configuration whose routes could be incomplete or wrong.
+
+    keys: the rows of `engine_side.support.ROWS` that refuse; empty where the reason is none of them.
+    """
+
+    def __init__(self, message: str, keys: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.keys = keys

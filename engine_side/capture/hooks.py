@@ -15,6 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from engine_side.capture.errors import CaptureRefused
+from engine_side.facts import EngineFacts
+from engine_side.support import require
 from protocol.errors import GeometryError
 from protocol.geometry import Geometry
 
@@ -31,6 +33,8 @@ def find_routers(model: nn.Module) -> dict[int, nn.Module]:
     found: dict[int, nn.Module] = {}
     layer_of: dict[nn.Module, int] = {}
     with_experts: set[int] = set()
+    twice: set[int] = set()
+    sharing: set[int] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         match = _LAYER.search(name)
         if match is None or _DRAFTERS.search(name):
@@ -43,32 +47,44 @@ def find_routers(model: nn.Module) -> dict[int, nn.Module]:
         if not _ROUTER.search(type(module).__name__):
             continue
         if layer in found and found[layer] is not module:
-            raise CaptureRefused(f"layer {layer} has two routers ({name} is the second): which one routes is unknown")
+            twice.add(layer)
         if layer_of.setdefault(module, layer) != layer:
-            raise CaptureRefused(
-                f"layers {layer_of[module]} and {layer} share a router: its calls cannot be told apart"
-            )
+            sharing |= {layer_of[module], layer}
         found[layer] = module
-    if unseen := sorted(with_experts - set(found)):
-        raise CaptureRefused(
-            f"layers {unseen} have experts but no *TopKRouter: {type(model).__name__} routes where no hook sees it"
+    require(
+        EngineFacts(
+            layers_with_two_routers=tuple(sorted(twice)),
+            layers_sharing_a_router=tuple(sorted(sharing)),
+            layers_without_a_router=tuple(sorted(with_experts - set(found))),
         )
+    )
     return dict(sorted(found.items()))
 
 
-def geometry_of(model: nn.Module, routers: dict[int, nn.Module]) -> Geometry:
-    """The model's geometry: all decoder layers, the layers with a router. Raises CaptureRefused for a dense model."""
-    config = _config(model)
-    if not routers:
-        raise CaptureRefused(f"{type(model).__name__} has no MoE router: a dense model has no routes to capture")
-    top_k = next((n for r in routers.values() if (n := getattr(r, "top_k", None))), None)
-    top_k = top_k or config.num_experts_per_tok
+def router_names(model: nn.Module) -> list[str]:
+    """Paths of everything that looks like a router, wherever it is."""
+    return [name for name, module in model.named_modules() if _ROUTER.search(type(module).__name__)]
+
+
+def sizes_of(config: Any) -> tuple[int | None, int | None]:
+    """(experts a layer, experts a token) as a text config names them, None for what it does not name: a list, one
+    figure a layer, is no size either."""
     experts = (getattr(config, name, None) for name in ("n_routed_experts", "num_local_experts", "num_experts"))
-    num_experts = next((n for n in experts if n), None)
-    if num_experts is None:
-        raise CaptureRefused(f"{type(config).__name__} does not say how many experts a layer has")
+    top_k = getattr(config, "num_experts_per_tok", None)
+    return next((n for n in experts if n and isinstance(n, int)), None), top_k if isinstance(top_k, int) else None
+
+
+def geometry_of(model: nn.Module, routers: dict[int, nn.Module]) -> Geometry:
+    """The model's geometry: all decoder layers, the layers with a router. Raises CaptureRefused for a dense model, and
+    for sizes that no row can have."""
+    config = _config(model)
+    num_experts, named = sizes_of(config)
+    top_k = next((n for r in routers.values() if (n := getattr(r, "top_k", None)) is not None), named)
+    require(EngineFacts(moe_layers=len(routers)))  # first: the sizes of a dense model say nothing
+    known = num_experts is not None and top_k is not None
+    require(EngineFacts(sizes_known=known, num_experts=num_experts, top_k=top_k))
     try:
-        return Geometry(config.num_hidden_layers, tuple(routers), int(top_k), int(num_experts)).validate()
+        return Geometry(config.num_hidden_layers, tuple(routers), int(top_k or 0), num_experts or 0).validate()
     except GeometryError as error:
         raise CaptureRefused(str(error)) from None
 

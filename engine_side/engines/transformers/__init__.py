@@ -16,6 +16,14 @@ class CaptureOff:
     enabled = False
 
 
+def check_config(config: Any, batching: Any = None) -> None:
+    """Refuse before any weights load. config: a model's, as `AutoConfig.from_pretrained` gives it; batching: the
+    ContinuousBatchingConfig to come. Raises CaptureRefused, as `capture_routes` would with the model in hand."""
+    from engine_side.engines.transformers.compat import refuse_config
+
+    refuse_config(config, batching)
+
+
 @contextmanager
 def capture_routes(
     model: Any,

@@ -15,10 +15,8 @@ from engine_side.capture.errors import CaptureError, CaptureRefused
 from engine_side.capture.hooks import find_routers, geometry_of, hooked
 from engine_side.capture.records import RecordLayout
 from engine_side.engines.transformers.compat import (
+    refuse_engine,
     refuse_model,
-    refuse_parallel,
-    refuse_unsupported,
-    require_supported,
 )
 from engine_side.engines.transformers.lives import Lives, Names
 from engine_side.engines.transformers.processor import ProcessorCapture
@@ -36,14 +34,15 @@ class RouteCapture:
     def __init__(
         self, model: Any, collector: str, engine_id: str | None, window_cap_bytes: int, drain_s: float
     ) -> None:
-        require_supported()
         if "init_continuous_batching" in vars(model):
             raise CaptureRefused("this model is being captured already: leave the other block first")
         self._model = model
+        refuse_model(model)
         self._routers = find_routers(model)
         self.geometry = geometry_of(model, self._routers)
         self._layout = RecordLayout.of(self.geometry)
-        refuse_model(model.config.get_text_config())
+        if (cached := getattr(model, "_cached_continuous_batching_manager", None)) is not None:
+            refuse_engine(cached.continuous_batching_config, cached.distributed_helper.tp_size)
         self._weight_version = 0
         name = engine_id or f"{socket.gethostname()}-{os.getpid()}"
         self._shipper = Shipper(collector, self.geometry, name, window_cap_bytes=window_cap_bytes)
@@ -139,8 +138,7 @@ class RouteCapture:
         """Wrap the manager so that its batch processor is captured from its first step."""
         if "_create_batch_processor" in vars(manager):
             return
-        refuse_unsupported(manager.continuous_batching_config)
-        refuse_parallel(manager.distributed_helper.tp_size)
+        refuse_engine(manager.continuous_batching_config, manager.distributed_helper.tp_size)
         make_processor = manager._create_batch_processor
 
         def create() -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,19 +11,14 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine_side.capture.errors import CaptureRefused
+from engine_side.capture.hooks import find_routers, geometry_of, router_names, sizes_of
+from engine_side.facts import EngineFacts, FusedPath
+from engine_side.support import require
 
 SUPPORTED = ("5.17", "5.24")
 
-
-def require_supported() -> None:
-    """Raise CaptureRefused unless this version's internals are the ones known here."""
-    found = transformers.__version__
-    if ".".join(found.split(".")[:2]) not in SUPPORTED:
-        raise CaptureRefused(
-            f"transformers {found} is installed; capture knows the continuous batching of {' and '.join(SUPPORTED)}: "
-            "install one of these"
-        )
+RANK_ZERO_SHIPS = False
+"""Whether several tensor parallel ranks were shown, on this engine, to choose alike and to ship once."""
 
 
 class PagedSlots:
@@ -34,8 +29,7 @@ class PagedSlots:
         found = list(allocators.values()) if allocators is not None else list(cache.group_cache_managers)
         # A sliding-window group reuses slots within a request: its slots do not name positions.
         full = [i for i, x in enumerate(found) if type(x).__name__ == "FullAttentionCacheAllocator"]
-        if not full:
-            raise CaptureRefused(_SLIDING)
+        require(EngineFacts(full_attention_layers=len(full)))
         self._group = full[0]
         self._allocator = allocator = found[full[0]]
         self._name = next((k for k, v in (allocators or {}).items() if v is allocator), None)
@@ -111,29 +105,76 @@ def forget_graphs(io: Any) -> None:
             each.graphs = type(each.graphs)()
 
 
-def refuse_model(config: Any) -> None:
-    """Refuse a model none of whose layers attends to everything. Raises CaptureRefused. config: its text config."""
-    kinds = getattr(config, "layer_types", None)
+def refuse_model(model: Any) -> None:
+    """Refuse what a model and its config show. Raises CaptureRefused."""
+    require(model_facts(model))
+
+
+def refuse_engine(config: Any, ranks: int) -> None:
+    """Refuse what a ContinuousBatchingConfig shows, and the tensor parallel ranks found. Raises CaptureRefused."""
+    require(engine_facts(config, ranks))
+
+
+def refuse_config(config: Any, batching: Any = None) -> None:
+    """Refuse a model before its weights load: its layers are built without memory. Raises CaptureRefused."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    refuse_model(model)
+    geometry_of(model, find_routers(model))
+    if batching is not None:
+        refuse_engine(batching, 1)
+
+
+def model_facts(model: Any) -> EngineFacts:
+    """What a model shows before any of its modules is touched."""
+    text = model.config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
     if kinds is None:
-        kinds = ["full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"]
-    if "full_attention" not in kinds:
-        raise CaptureRefused(_SLIDING)
+        kinds = ["full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"]
+    num_experts, top_k = sizes_of(text)
+    spread = getattr(model.config, "distributed_config", None)
+    tensor, experts = _ranks(spread, "tp_size"), _ranks(spread, "ep_size")
+    return EngineFacts(
+        engine="transformers",
+        version=transformers.__version__,
+        supported_versions=SUPPORTED,
+        pipeline_stages=_ranks(spread, "pp_size"),
+        tensor_ranks=tensor,
+        rank_zero_ships=RANK_ZERO_SHIPS,
+        # Experts spread over more ranks than share a batch: attention is data parallel over the rest.
+        attention_data_ranks=max(1, experts // tensor),
+        full_attention_layers=list(kinds).count("full_attention"),
+        num_experts=num_experts,
+        top_k=top_k,
+        fused_paths=tuple(_kernels(model)),
+    )
 
 
-def refuse_parallel(ranks: int) -> None:
-    """Refuse an engine over several ranks: which of them ships, and that all agree, is not proven here. Raises
-    CaptureRefused."""
-    if ranks > 1:
-        raise CaptureRefused(f"tensor parallelism over {ranks} ranks is not proven: run one rank a replica")
+def engine_facts(config: Any, ranks: int) -> EngineFacts:
+    """What a configuration of continuous batching shows, as passed or as resolved."""
+    graphs, space = config.use_cuda_graph, config.cpu_offload_space
+    return EngineFacts(
+        tensor_ranks=ranks,
+        rank_zero_ships=RANK_ZERO_SHIPS,
+        # None lets the engine size it by itself.
+        kv_offload=space is None or space > 0,
+        prefix_caching=config.allow_block_sharing,
+        cuda_graphs=graphs is None or (any(graphs) if isinstance(graphs, tuple) else graphs),
+        compiled=config.varlen_compile_config is not None or config.decode_compile_config is not None,
+        async_batching=bool(config.use_async_batching),
+    )
 
 
-def refuse_unsupported(config: Any) -> None:
-    """Refuse configurations of continuous batching whose routes would be incomplete. Raises CaptureRefused."""
-    # None lets the engine size it by itself.
-    if config.cpu_offload_space is None or config.cpu_offload_space > 0:
-        raise CaptureRefused("KV offload restores blocks without their routes: pass cpu_offload_space=0")
+def _ranks(spread: Any, name: str) -> int:
+    return int(getattr(spread, name, None) or 1)
 
 
-_SLIDING = (
-    "no layer has full attention: a sliding window reuses slots within a request, so prefix hits could not be read back"
-)
+def _kernels(model: Any) -> Iterator[FusedPath]:
+    """Kernels of the hub that `use_kernels=True` put in place of a module's forward. One around a router routes itself,
+    and the engine can only turn off all of them together."""
+    if not getattr(model, "use_kernels", False):
+        return
+    routing = {type(model.get_submodule(name.rpartition(".")[0])) for name in router_names(model)}
+    for kind in {type(module) for module in model.modules()}:
+        if (name := getattr(kind, "kernel_layer_name", None)) is not None:
+            yield FusedPath(name=name, routes=kind in routing)
