@@ -239,6 +239,14 @@ def test_what_a_config_shows_is_refused_before_weights_load(key: str, changes: d
     assert refused.value.keys == (key,)
 
 
+def test_all_that_a_config_shows_is_named_at_once() -> None:
+    config = AutoConfig.from_pretrained(CHECKPOINT, local_files_only=True)
+    config.layer_types, config.num_local_experts = ["sliding_attention"] * 8, 40_000
+    with pytest.raises(CaptureRefused) as refused:
+        check_config(config)
+    assert refused.value.keys == ("sliding_window_only", "too_many_experts")
+
+
 def test_settings_are_refused_before_weights_load_too() -> None:
     with pytest.raises(CaptureRefused, match="cpu_offload_space=0") as refused:
         check_config(AutoConfig.from_pretrained(CHECKPOINT, local_files_only=True), batching(cpu_offload_space=None))

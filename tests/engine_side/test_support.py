@@ -16,7 +16,8 @@ BY_KEY = {row.key: row for row in ROWS}
 MONO = FusedPath(name="mono", routes=True, per_layer=True)
 LONE = FusedPath(name="bs1", routes=True, per_layer=True, single_token=True)
 ONLY = FusedPath(name="whole", routes=True)
-INDEXER = FusedPath(name="indexer", routes=False)
+# Could be turned off, and must not be: it chooses no experts.
+INDEXER = FusedPath(name="indexer", routes=False, per_layer=True)
 
 FACTS = {
     "engine_version": EngineFacts(engine="e", version="1.30.1", supported_versions=("1.3", "1.4")),
