@@ -25,7 +25,7 @@ class Action(Enum):
 @dataclass(frozen=True, slots=True)
 class Row:
     """One topology. reads: the facts that `applies` looks at, shown in a refusal. way_out: an imperative, or, where
-    nothing is refused, what happens. atom: where ROCm/ATOM pull request 2274 meets the same topology, in its words."""
+    nothing is refused, what happens. atom: where ROCm/ATOM pull request 2274 meets the same topology."""
 
     key: str
     action: Action
@@ -81,7 +81,7 @@ ROWS: tuple[Row, ...] = (
         "its internals may have moved, and hooks that miss look like hooks with nothing to say",
         "install a supported version", ("engine", "version", "supported_versions"), _version_unknown),
     Row("pipeline_parallel", _R, "pipeline parallel", "each stage sees its own layers only",
-        "run one stage, with tensor parallel ranks instead", ("pipeline_stages",), lambda f: f.pipeline_stages > 1,
+        "run one stage", ("pipeline_stages",), lambda f: f.pipeline_stages > 1,
         "PP != 1: Layers split across ranks"),
     Row("decode_context_parallel", _R, "decode context parallel", "each rank holds a shard of the positions",
         "set decode context parallel to 1", ("decode_context_ranks",), lambda f: f.decode_context_ranks > 1,
