@@ -7,6 +7,7 @@ hook sees it, and is refused.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,29 +21,23 @@ from engine_side.support import require
 from protocol.errors import GeometryError
 from protocol.geometry import Geometry
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"((?:^|.*?\.)layers\.)(\d+)\.")
 _ROUTER = re.compile(r"Top[kK]Router$")
 _DRAFTERS = re.compile(r"(?:^|\.)(?:mtp|nextn|draft|eagle|medusa)[^.]*(?:\.|$)", re.IGNORECASE)
 
 
 def find_routers(model: nn.Module) -> dict[int, nn.Module]:
-    """Global layer id to router module, ascending. Routers of drafters and of layers past the decoder's are not the
-    target model's and are left out. Raises CaptureRefused for two routers in one layer, one in two layers, or experts
-    without a router."""
-    num_layers = _config(model).num_hidden_layers
+    """Global layer id to router module, ascending. Routers of drafters, and any outside the `num_hidden_layers` layers
+    of the decoder, are not the target model's and are left out. Raises CaptureRefused for two routers in one layer, one
+    in two layers, experts or a layer that the config calls MoE without a router, and layers in several places of a
+    model that does not say which are its decoder's."""
     found: dict[int, nn.Module] = {}
     layer_of: dict[nn.Module, int] = {}
     with_experts: set[int] = set()
     twice: set[int] = set()
     sharing: set[int] = set()
-    for name, module in model.named_modules(remove_duplicate=False):
-        match = _LAYER.search(name)
-        if match is None or _DRAFTERS.search(name):
-            continue
-        layer = int(match[1])
-        if layer >= num_layers:
-            continue
-        if name.endswith(".experts"):
+    for layer, name, module in _modules_of_layers(model):
+        if name.endswith(".experts") and not _is_placeholder(module):
             with_experts.add(layer)
         if not _ROUTER.search(type(module).__name__):
             continue
@@ -55,7 +50,7 @@ def find_routers(model: nn.Module) -> dict[int, nn.Module]:
         EngineFacts(
             layers_with_two_routers=tuple(sorted(twice)),
             layers_sharing_a_router=tuple(sorted(sharing)),
-            layers_without_a_router=tuple(sorted(with_experts - set(found))),
+            layers_without_a_router=tuple(sorted((with_experts | _moe_layers(_config(model))) - set(found))),
         )
     )
     return dict(sorted(found.items()))
@@ -91,11 +86,13 @@ def geometry_of(model: nn.Module, routers: dict[int, nn.Module]) -> Geometry:
 
 @contextmanager
 def hooked(routers: dict[int, nn.Module], keep: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """While open, `keep(moe_index, topk_ids)` gets what each router chose. moe_index counts captured layers."""
+    """While open, `keep(moe_index, topk_ids)` gets what each router chose, integer [T, >= top_k], before any hook that
+    was there changes it. moe_index counts captured layers."""
     handles = []
     try:
         for index, router in enumerate(routers.values()):
-            handles.append(router.register_forward_hook(_keeper(index, keep)))
+            # First of all hooks: expert-parallel and load-balancing hooks turn logical ids into physical ones.
+            handles.append(router.register_forward_hook(_keeper(index, keep), prepend=True))
         yield
     finally:
         for handle in handles:
@@ -103,13 +100,58 @@ def hooked(routers: dict[int, nn.Module], keep: Callable[[int, Tensor], None]) -
 
 
 def _keeper(index: int, keep: Callable[[int, Tensor], None]) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
         # Never raises into the model's forward: a router of another kind leaves its layer uncaptured, which is marked.
         ids = output[2] if isinstance(output, tuple) and len(output) == 3 else None
-        if isinstance(ids, Tensor) and not ids.is_floating_point():
-            keep(index, ids.flatten(0, -2))
+        if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.ndim >= 2:
+            ids = ids.flatten(0, -2)
+            # A hook behind this one may remap in place, which a mere reference would follow.
+            keep(index, ids.clone() if len(module._forward_hooks) > 1 else ids)
 
     return hook
+
+
+def _modules_of_layers(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
+    """Layer id, name and module of everything inside the target model's decoder layers."""
+    num_layers, own = _config(model).num_hidden_layers, _decoder_layers(model)
+    by_place: dict[str, list[tuple[int, str, nn.Module]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        match = _LAYER.match(name)
+        if match is None or _DRAFTERS.search(name) or own not in (None, match[1]) or int(match[2]) >= num_layers:
+            continue
+        by_place.setdefault(match[1], []).append((int(match[2]), name, module))
+    if len(by_place) > 1:
+        places = " and ".join(f"{place}*" for place in sorted(by_place))
+        raise CaptureRefused(f"{type(model).__name__} has layers {places}: which are the target model's is unknown")
+    return [each for modules in by_place.values() for each in modules]
+
+
+def _decoder_layers(model: nn.Module) -> str | None:
+    """The name that the decoder's own layers begin with, where the model says which module its decoder is."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if not isinstance(getattr(decoder, "layers", None), nn.Module):
+        return None
+    name = next((name for name, module in model.named_modules() if module is decoder), None)
+    return None if name is None else f"{name}.layers.".lstrip(".")
+
+
+def _is_placeholder(module: nn.Module) -> bool:
+    """Named like experts, but an empty module of torch itself: it computes nothing."""
+    state = itertools.chain(module.parameters(), module.buffers())
+    return type(module).__module__.startswith("torch.nn.") and next(state, None) is None
+
+
+def _moe_layers(config: Any) -> set[int]:
+    """Layers that the config calls MoE, by the three rules transformers has for it; none where it says nothing."""
+    layers = range(config.num_hidden_layers)
+    if kinds := getattr(config, "mlp_layer_types", None):
+        return {layer for layer, kind in zip(layers, kinds, strict=False) if kind != "dense"}
+    if (first := getattr(config, "first_k_dense_replace", None)) is not None:
+        return set(layers[first:])
+    if (step := getattr(config, "decoder_sparse_step", None)) and getattr(config, "num_experts", None):
+        dense = getattr(config, "mlp_only_layers", None) or ()
+        return {layer for layer in layers if layer not in dense and (layer + 1) % step == 0}
+    return set()
 
 
 def _config(model: nn.Module) -> Any:
