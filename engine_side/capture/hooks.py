@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from engine_side.capture.errors import CaptureRefused
@@ -85,30 +86,45 @@ def geometry_of(model: nn.Module, routers: dict[int, nn.Module]) -> Geometry:
 
 
 @contextmanager
-def hooked(routers: dict[int, nn.Module], keep: Callable[[int, Tensor], None]) -> Iterator[None]:
+def hooked(
+    routers: dict[int, nn.Module], keep: Callable[[int, Tensor], None], geometry: Geometry | None = None
+) -> Iterator[None]:
     """While open, `keep(moe_index, topk_ids)` gets what each router chose, integer [T, >= top_k], before any hook that
-    was there changes it. moe_index counts captured layers."""
+    was there changes it. moe_index counts captured layers. With `geometry`, ids wider than top_k are cut to it, and a
+    row whose cut columns hold routed experts has num_experts everywhere, which is out of range."""
     handles = []
     try:
         for index, router in enumerate(routers.values()):
             # First of all hooks: expert-parallel and load-balancing hooks turn logical ids into physical ones.
-            handles.append(router.register_forward_hook(_keeper(index, keep), prepend=True))
+            handles.append(router.register_forward_hook(_keeper(index, keep, geometry), prepend=True))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _keeper(index: int, keep: Callable[[int, Tensor], None]) -> Callable[[nn.Module, Any, Any], None]:
+def _keeper(
+    index: int, keep: Callable[[int, Tensor], None], geometry: Geometry | None
+) -> Callable[[nn.Module, Any, Any], None]:
     def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
         # Never raises into the model's forward: a router of another kind leaves its layer uncaptured, which is marked.
         ids = output[2] if isinstance(output, tuple) and len(output) == 3 else None
         if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.ndim >= 2:
             ids = ids.flatten(0, -2)
+            if geometry is not None and ids.shape[1] > geometry.top_k:
+                ids = _cut(ids, geometry)
             # A hook behind this one may remap in place, which a mere reference would follow.
             keep(index, ids.clone() if len(module._forward_hooks) > 1 else ids)
 
     return hook
+
+
+def _cut(ids: Tensor, geometry: Geometry) -> Tensor:
+    """The first top_k columns of ids [T, > top_k]. Columns behind them may be those of fused shared experts, numbered
+    past the routed ones; a routed expert among them means that a shared one stands in front, or that top_k is wrong."""
+    behind = ids[:, geometry.top_k :]
+    routed = ((behind >= 0) & (behind < geometry.num_experts)).any(1, keepdim=True)
+    return ids[:, : geometry.top_k].to(torch.int32).masked_fill(routed, geometry.num_experts)
 
 
 def _modules_of_layers(model: nn.Module) -> list[tuple[int, str, nn.Module]]:

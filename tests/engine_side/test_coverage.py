@@ -150,24 +150,19 @@ def test_a_module_named_like_a_router_that_returns_something_else_names_its_laye
     assert _refusal(captured.geometry, _decoder_ways(captured)) == {"1 tokens": said, "4 tokens": said}
 
 
-@pytest.mark.parametrize(
-    ("column", "said"),
-    [
-        (EXPERTS, f"layer 2 chose experts outside [0, {EXPERTS})"),  # the shared expert numbered behind the others
-        (None, "layer 2 chose an expert twice"),  # or as one of them
-    ],
-)
-def test_a_shared_experts_column_in_front_is_refused(decoder: Decoder, column: int | None, said: str) -> None:
+@pytest.mark.parametrize("shared", [EXPERTS, 0])  # numbered behind the others, or as one of them
+def test_a_shared_experts_column_in_front_is_refused(decoder: Decoder, shared: int) -> None:
     gate = decoder.layers[2].mlp.gate
     plain = gate.forward
 
     def with_shared_expert(hidden: Tensor) -> Any:
         logits, weights, ids = plain(hidden)
-        first = ids[:, :1] if column is None else torch.full_like(ids[:, :1], column)
+        first = torch.full_like(ids[:, :1], shared)
         return logits, torch.cat([torch.ones_like(weights[:, :1]), weights], -1), torch.cat([first, ids], -1)
 
     gate.forward = with_shared_expert
     captured = Captured(decoder)
+    said = f"layer 2 chose experts outside [0, {EXPERTS})"
     assert _refusal(captured.geometry, _decoder_ways(captured)) == {"1 tokens": said, "4 tokens": said}
 
 
@@ -266,6 +261,13 @@ def test_rows_committed_in_inference_mode_can_be_poisoned() -> None:
     poison(step)
     assert step.status.tolist() == [POISON, POISON]
     assert uncaptured_mask(step.rows).all()
+
+
+def test_rows_not_committed_and_layers_that_did_not_report_are_both_named() -> None:
+    step = _bent(torch.int16, [0, UNCAPTURED_LAYER, POISON], (1, 3, 0, -1), (1, 3, 1, -1))
+    assert _refusal(GEOMETRY, [Way("verify", 3, lambda: step)]) == {
+        "verify": "row 2 not committed; layer 7 did not report"
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8])

@@ -21,7 +21,8 @@ from transformers import (
 
 from engine_side.capture.errors import CaptureRefused
 from engine_side.capture.hooks import _moe_layers, find_routers, geometry_of, hooked
-from engine_side.capture.recorder import DUPLICATE_EXPERT, OUT_OF_RANGE
+from engine_side.capture.recorder import OUT_OF_RANGE, RouteRecorder
+from protocol.geometry import Geometry
 from tests.harness.decoders import EXPERTS, HIDDEN, TOP_K, Decoder, PlainTopKRouter
 from tests.harness.ways import Captured
 
@@ -118,6 +119,11 @@ def test_an_odd_named_drafter_with_layers_of_the_same_numbers_is_left_out(model:
     routers = find_routers(model)
     assert list(routers) == [1, 2, 3]
     assert all(routers[layer] is model.model.layers[layer].mlp.gate for layer in routers)
+
+
+def test_a_model_that_is_its_own_decoder(model: Any) -> None:
+    assert model.model.get_decoder() is model.model
+    assert list(find_routers(model.model)) == [1, 2, 3]
 
 
 def test_layers_in_two_places_without_a_word_which_are_the_decoders_are_refused(decoder: Decoder) -> None:
@@ -258,20 +264,32 @@ def test_a_fused_shared_experts_column_behind_the_others_is_cut(decoder: Decoder
     assert torch.equal(captured.step(4, lambda: decoder.layers[2](hidden)).rows[:, 1], expected)
 
 
-@pytest.mark.parametrize("first", [EXPERTS, 0])
-def test_a_fused_shared_experts_column_in_front_is_never_silently_a_route(decoder: Decoder, first: int) -> None:
-    """Numbered behind the others it is out of range; numbered as one of them it meets that one sooner or later."""
-    hidden, gate = torch.randn(64, HIDDEN), decoder.layers[2].mlp.gate
+@pytest.mark.parametrize("first", [EXPERTS, 0, 3])
+def test_a_fused_shared_experts_column_in_front_is_never_a_route(decoder: Decoder, first: int) -> None:
+    """Numbered behind the others or as one of them: what is cut then is a routed expert."""
+    hidden, gate = torch.randn(4, HIDDEN), decoder.layers[2].mlp.gate
     plain = gate.forward
 
     def with_shared_expert(hidden: torch.Tensor) -> Any:
         logits, weights, ids = plain(hidden)
+        ids = ids + (ids >= first).long()  # the others make room for its number
         return logits, weights, torch.cat([torch.full_like(ids[:, :1], first), ids], -1)
 
     gate.forward = with_shared_expert
     captured = Captured(decoder)
-    status = captured.step(64, lambda: gate(hidden)).status
-    assert (status & (OUT_OF_RANGE if first == EXPERTS else DUPLICATE_EXPERT)).any()
+    captured.geometry = Geometry(5, (1, 2, 3), TOP_K, EXPERTS + (first < EXPERTS))
+    captured.recorder = RouteRecorder(captured.geometry)
+    step = captured.step(4, lambda: gate(hidden))
+    assert ((step.status & OUT_OF_RANGE) != 0).all()
+    assert (step.rows[:, 1] == -1).all()
+
+
+def test_a_top_k_that_is_too_small_does_not_cut_routes_off(decoder: Decoder) -> None:
+    for layer in (1, 2, 3):
+        decoder.layers[layer].mlp.gate.top_k = TOP_K - 1
+    captured = Captured(decoder)
+    assert captured.geometry.top_k == TOP_K - 1
+    assert captured.step(4, lambda: decoder(torch.randn(4, HIDDEN))).status.tolist() == [OUT_OF_RANGE] * 4
 
 
 def test_a_hook_never_raises_into_the_models_forward(decoder: Decoder) -> None:

@@ -28,7 +28,7 @@ class Captured:
         """The rows that one forward of `num_tokens` tokens committed."""
         at = torch.arange(num_tokens)
         self.recorder.drop()
-        with hooked(self.routers, self.recorder.keep), torch.inference_mode():
+        with hooked(self.routers, self.recorder.keep, self.geometry), torch.inference_mode():
             forward()
             return self.recorder.commit(at, at, at, num_tokens)
 
