@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine_side.capture.errors import CaptureRefused
-from engine_side.capture.recorder import OUT_OF_RANGE, UNCAPTURED_LAYER
-from engine_side.capture.slot_store import StepRows
+from engine_side.capture.records import OUT_OF_RANGE, UNCAPTURED_LAYER
 from protocol.geometry import UNCAPTURED, WIRE_UNCAPTURED_U8, Geometry
 
 POISON = 0x80
@@ -26,6 +26,17 @@ _WAY_OUT = (
     "quantised expert kernels), and install capture after the weights are loaded and before compile and graph capture; "
     "or run without capture."
 )
+
+
+class CommittedRows(Protocol):
+    """What a commit left, as views that may be written. rows: int16 or uint8 [T, moe_layers, top_k]; status: uint8
+    [T]."""
+
+    @property
+    def rows(self) -> Tensor: ...
+
+    @property
+    def status(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +50,7 @@ class Way:
 
     name: str
     num_tokens: int
-    run: Callable[[], StepRows | None]
+    run: Callable[[], CommittedRows | None]
     poison: Callable[[], None] | None = None
 
 
@@ -64,7 +75,7 @@ def prove_coverage(geometry: Geometry, ways: Sequence[Way]) -> None:
         raise CaptureRefused("\n".join([f"{summary}:", *failed, _WAY_OUT])) from cause
 
 
-def poison(step: StepRows) -> None:
+def poison(step: CommittedRows) -> None:
     """Overwrite committed rows in place, wherever they lie: ids uncaptured, status POISON."""
     with torch.inference_mode():  # the only mode that may write to tensors of either mode
         step.rows.fill_(WIRE_UNCAPTURED_U8 if step.rows.dtype == torch.uint8 else UNCAPTURED)

@@ -33,6 +33,19 @@ class StepRows:
     layout: RecordLayout
     commit_no: int
 
+    @property
+    def rows(self) -> Tensor:
+        """View of the ids, int16 or uint8 [T, moe_layers, top_k]."""
+        ids = self.records[:, : self.layout.row_bytes]
+        if not self.layout.narrow:
+            ids = ids.view(torch.int16)
+        return ids.unflatten(1, self.layout.geometry.row_shape)
+
+    @property
+    def status(self) -> Tensor:
+        """View of the status bits, uint8 [T]."""
+        return self.records[:, self.layout.trailer_at + 8]
+
     def columns(self) -> Columns:
         """A copy on the host, once the current stream has got there."""
         return self.layout.split(self.records.cpu().numpy().copy(), len(self.records))

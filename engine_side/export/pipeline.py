@@ -60,7 +60,8 @@ class CapturePipeline:
         self.recorder = RouteRecorder(layout, max_tokens, device, self.store)
         self._device = device
         self._version = 0
-        self._failed: CaptureError | None = None
+        self.failed: CaptureError | None = None
+        """Why the forward since the last `begin` or `idle` could not be committed."""
 
     @property
     def nbytes(self) -> int:
@@ -73,12 +74,13 @@ class CapturePipeline:
     def begin(self, weight_version: int) -> None:
         """Number the forward that is launched next. Its rows carry `weight_version`."""
         self._version = weight_version
-        self._failed = None
+        self.failed = None
         self._exporter.before_commit()
         self.recorder.begin(weight_version)
 
     def idle(self) -> None:
         """Forwards from here on belong to no step, until the next `begin`: a dummy batch, a warm-up."""
+        self.failed = None
         self._exporter.before_commit()
         self.recorder.idle()
 
@@ -88,10 +90,10 @@ class CapturePipeline:
         try:
             return self.recorder.commit(slots, positions, input_ids, len(positions))
         except CaptureError as error:
-            self._failed = error
+            self.failed = error
         except Exception as error:
             log.exception("a commit failed: its step is lost")
-            self._failed = CaptureError(f"the commit failed: {type(error).__name__}: {error}")
+            self.failed = CaptureError(f"the commit failed: {type(error).__name__}: {error}")
             if self.store is not None:
                 # The KV of these slots is new, their rows are an older occupant's: nothing may read them as proven.
                 self.store.stamp_uncaptured(slots.to(torch.int64))
@@ -102,9 +104,9 @@ class CapturePipeline:
         taken over: its rows are declared lost then, and the engine goes on."""
         plan = self.planner.plan(batch, self._version)
         total = int(plan.offsets[-1])
-        if self._failed is not None:
+        if self.failed is not None:
             self._lose(plan)
-            raise self._failed
+            raise self.failed
         if total > self.recorder.max_tokens:
             self._lose(plan)
             raise CaptureError(f"the step has {total} tokens, the rows of a forward only {self.recorder.max_tokens}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from engine_side.capture.coverage import POISON, Way, poison, prove_coverage, uncaptured_mask
 from engine_side.capture.errors import CaptureRefused
-from engine_side.capture.recorder import DUPLICATE_EXPERT, OUT_OF_RANGE, UNCAPTURED_LAYER
-from engine_side.capture.slot_store import UNPROVEN, StepRows
+from engine_side.capture.records import DUPLICATE_EXPERT, OUT_OF_RANGE, UNCAPTURED_LAYER, UNPROVEN
 from protocol.geometry import Geometry
 from tests.harness.decoders import EXPERTS, HIDDEN, TOP_K, Decoder, PlainTopKRouter
 from tests.harness.tiny import load_tiny
@@ -81,7 +80,7 @@ def test_a_model_that_reports_everywhere_starts(tiny: Any, tokens: Tensor) -> No
     ways = ways_of_causal_lm(captured, tokens)
     assert [way.name for way in ways] == NAMES
     prove_coverage(captured.geometry, ways)
-    assert captured.recorder.commits == len(ways)
+    assert captured.recorder.commit_no == len(ways)
 
 
 def test_routing_inside_a_kernel_at_decode_of_one_token_names_that_way_and_that_layer(
@@ -181,7 +180,7 @@ def test_a_way_that_raises_is_named_and_the_others_still_run(decoder: Decoder) -
     captured = Captured(decoder)
     ran = []
 
-    def broken() -> StepRows:
+    def broken() -> Rows:
         raise RuntimeError("no kernel image is available")
 
     ways = [
@@ -212,9 +211,17 @@ def test_no_way_at_all_proves_nothing(decoder: Decoder) -> None:
 GEOMETRY = Geometry(9, (2, 3, 4, 7), 2, 8)
 
 
-def _clean(num_tokens: int, dtype: torch.dtype = torch.int16) -> StepRows:
+@dataclass
+class Rows:
+    """What a commit left."""
+
+    rows: Tensor
+    status: Tensor
+
+
+def _clean(num_tokens: int, dtype: torch.dtype = torch.int16) -> Rows:
     rows = torch.arange(2).to(dtype).expand(num_tokens, *GEOMETRY.row_shape).clone()
-    return StepRows(rows, torch.arange(num_tokens), torch.arange(num_tokens), torch.zeros(num_tokens).byte(), 1)
+    return Rows(rows, torch.zeros(num_tokens).byte())
 
 
 class Static:
@@ -226,7 +233,7 @@ class Static:
         self.wide = torch.zeros(num_tokens, layers, top_k + 6, dtype=dtype)
         self.step = replace(clean, rows=self.wide[:, :, :top_k])
 
-    def replay(self, commits: bool = True, rows: slice = slice(None)) -> StepRows:
+    def replay(self, commits: bool = True, rows: slice = slice(None)) -> Rows:
         if commits:
             self.step.rows[rows] = torch.arange(2).to(self.step.rows.dtype)
             self.step.status[rows] = 0
@@ -276,7 +283,7 @@ def test_missing_ids_of_both_encodings(dtype: torch.dtype) -> None:
     assert uncaptured_mask(rows).tolist() == [[[False, True], [False, False]]]
 
 
-def _bent(dtype: torch.dtype, status: list[int], *cells: tuple[int, int, int, int]) -> StepRows:
+def _bent(dtype: torch.dtype, status: list[int], *cells: tuple[int, int, int, int]) -> Rows:
     step = _clean(len(status), dtype)
     for row, layer, column, value in cells:
         step.rows[row, layer, column] = torch.tensor(value, dtype=torch.int16).to(dtype)
@@ -332,7 +339,7 @@ def test_another_number_of_rows_or_another_shape_is_refused() -> None:
 def test_layers_are_named_in_ranges() -> None:
     geometry = Geometry(62, tuple(range(3, 61)), 2, 8)
 
-    def silent() -> StepRows:
+    def silent() -> Rows:
         rows = torch.full((1, *geometry.row_shape), -1, dtype=torch.int16)
         return replace(_clean(1), rows=rows, status=torch.tensor([UNCAPTURED_LAYER], dtype=torch.uint8))
 

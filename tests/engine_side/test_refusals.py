@@ -107,7 +107,7 @@ def _ranks_found_and_proven(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def _version(_model: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("transformers.__version__", "5.30.1")
+    patch.setattr(compat.transformers, "__version__", "5.30.1")
 
 
 def _as_it_is(_model: Any, _patch: pytest.MonkeyPatch) -> None:

@@ -156,8 +156,8 @@ def test_a_fault_of_capture_loses_its_step_and_nothing_else(
     commit, calls = RouteRecorder.commit, []
 
     def once(self: RouteRecorder, *args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 1:
+        if self.commit_no and not calls:  # the first step of a request; the start-up proof is none
+            calls.append(1)
             raise RuntimeError("planted")
         return commit(self, *args)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine_side.capture.coverage import Way
 from engine_side.capture.hooks import find_routers, geometry_of, hooked
-from engine_side.capture.recorder import RouteRecorder
-from engine_side.capture.slot_store import StepRows
+from engine_side.capture.recorder import RouteRecorder, StepRows
+from engine_side.capture.records import RecordLayout
 from protocol.geometry import Geometry
 
 
@@ -22,12 +22,17 @@ class Captured:
         self.model = model
         self.routers = find_routers(model)
         self.geometry: Geometry = geometry_of(model, self.routers)
-        self.recorder = RouteRecorder(self.geometry)
+        self.renew(self.geometry)
+
+    def renew(self, geometry: Geometry) -> None:
+        """Record as `geometry` says from now on."""
+        self.geometry = geometry
+        self.recorder = RouteRecorder(RecordLayout.of(geometry), 64, torch.device("cpu"))
 
     def step(self, num_tokens: int, forward: Callable[[], object]) -> StepRows:
         """The rows that one forward of `num_tokens` tokens committed."""
         at = torch.arange(num_tokens)
-        self.recorder.drop()
+        self.recorder.begin(0)
         with hooked(self.routers, self.recorder.keep, self.geometry), torch.inference_mode():
             forward()
             return self.recorder.commit(at, at, at, num_tokens)

@@ -14,6 +14,7 @@ from typing import Any, Self
 from engine_side.capture.errors import CaptureError, CaptureRefused
 from engine_side.capture.hooks import find_routers, geometry_of, hooked
 from engine_side.capture.records import RecordLayout
+from engine_side.engines.transformers.canary import prove
 from engine_side.engines.transformers.compat import (
     refuse_engine,
     refuse_model,
@@ -57,6 +58,8 @@ class RouteCapture:
         self._closed = False
         self._lock = threading.Lock()
         self.drained = False
+        self.refused: CaptureRefused | None = None
+        """Why the engine was not let through at its start: a way it executes does not report every layer."""
 
     @property
     def _running(self) -> ProcessorCapture | None:
@@ -82,7 +85,7 @@ class RouteCapture:
 
     def _enter(self) -> Self:
         cached = getattr(self._model, "_cached_continuous_batching_manager", None)
-        self._installed.enter_context(hooked(self._routers, self._keep))
+        self._installed.enter_context(hooked(self._routers, self._keep, self.geometry))
         self._installed.callback(self._model.register_forward_hook(self._commit, with_kwargs=True).remove)
         make_manager = self._model.init_continuous_batching
 
@@ -119,6 +122,9 @@ class RouteCapture:
                     alive.close()
         finally:
             self.drained = self._shipper.close(self._drain_s)
+        if self.refused is not None and error is None:
+            # It was raised where the engine starts, in a thread of its own that fails its requests and logs.
+            raise self.refused
 
     def client_id(self, request_id: str) -> str:
         """The name that routes of the engine's `request_id` are collected under: differs for siblings only."""
@@ -175,6 +181,12 @@ class RouteCapture:
             Lives(self._serial, self._names),
             self._forward,
         )
+        try:
+            prove(captured, self._model)
+        except CaptureRefused as error:
+            captured.close()
+            self.refused = error
+            raise
         self._processors = [each for each in self._processors if each() is not None]
         self._processors.append(weakref.ref(captured))
 

@@ -10,10 +10,16 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers.generation.continuous_batching.requests import RequestStatus
 
 from engine_side.capture.hooks import find_routers, geometry_of, router_names, sizes_of
 from engine_side.facts import EngineFacts, FusedPath
 from engine_side.support import require
+
+try:
+    from transformers.generation.continuous_batching.requests import create_warmup_future_states
+except ImportError:  # 5.17
+    from transformers.generation.continuous_batching.utils import create_warmup_future_states
 
 SUPPORTED = ("5.17", "5.24")
 
@@ -98,11 +104,24 @@ def batches_launched(io: Any) -> Sequence[Any]:
     return states
 
 
+def buffer_pairs(io: Any) -> list[Any]:
+    """The sets of input buffers that steps are prepared in, on the host's side: async batching has two."""
+    return [pair.host_io for pair in io.io_pairs] if hasattr(io, "io_pairs") else [io]
+
+
 def forget_graphs(io: Any) -> None:
     """Have the engine capture its graphs anew."""
     for each in [pair.device_io for pair in io.io_pairs] if hasattr(io, "io_pairs") else [io]:
         if each.graphs._storage:
             each.graphs = type(each.graphs)()
+
+
+def made_up_requests(cache: Any, count: int, new: int, past: int) -> list[Any]:
+    """`FutureRequestState`s of requests that nobody asked for, as the engine makes them to warm up: each holds blocks
+    of `cache` for `past` tokens and runs `new`. Fewer than `count` where the cache has no room."""
+    status = RequestStatus.DECODING if new == 1 and past else RequestStatus.PREFILLING
+    found: list[Any] = create_warmup_future_states(count, status, new, past, cache)
+    return found
 
 
 def refuse_model(model: Any) -> None:

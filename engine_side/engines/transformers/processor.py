@@ -46,7 +46,7 @@ class ProcessorCapture:
         self._counts = counts
         self._slots = PagedSlots(processor.cache)
         self._surveyor = Surveyor(lives, self._slots, counts)
-        self._stream = OnStream(processor.inputs_and_outputs.compute_stream)
+        self.stream = OnStream(processor.inputs_and_outputs.compute_stream)
         self.pipeline = CapturePipeline(
             layout,
             shipper,
@@ -69,6 +69,15 @@ class ProcessorCapture:
         self._installed.close()
         self.pipeline.drain()
         self.processor.r3_pipeline = self.pipeline
+
+    def forget(self) -> None:
+        """What ran until now was nobody's request: nothing of it is ever read."""
+        self.pipeline.idle()
+        self.pipeline.recorder.unreported.clear()
+        if self.pipeline.store is not None:
+            self.pipeline.store.stamp_uncaptured(slice(None))
+        if hasattr(self.processor.inputs_and_outputs, "io_pairs"):
+            self.processor.inputs_and_outputs.current_pair = 0
 
     # ------------------------------------------------------------------ what is wrapped
 
@@ -144,12 +153,12 @@ class ProcessorCapture:
         self.pipeline.commit(self._slots.on_device(inputs), inputs["position_ids"][0], inputs["input_ids"][0])
 
     def _before_step(self) -> None:
-        with self._stream:
+        with self.stream:
             self.pipeline.begin(self._weight_version())
 
     def _after_step(self) -> None:
         # On the engine's own stream: what it launches next comes behind this, on the device, without the host.
-        with self._stream:
+        with self.stream:
             found = self._surveyor.survey(batches_launched(self.processor.inputs_and_outputs))
             if not found.num_tokens:
                 return
@@ -162,7 +171,7 @@ class ProcessorCapture:
         counts.forked_rows += found.forked_rows
 
     def _copied(self, source: Sequence[int], target: Sequence[int]) -> None:
-        with self._stream:
+        with self.stream:
             self.pipeline.copied(self._slots.of_blocks(source), self._slots.of_blocks(target))
 
     # ------------------------------------------------------------------ ends
