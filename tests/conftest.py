@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 
 from tests.leaks import Before, leaks
+from tests.outcomes import Outcomes, OutcomesPlugin
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test asks a model hub
 
@@ -22,9 +23,10 @@ hypothesis.settings.load_profile("r3")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw Hypothesis's examples from the same seed, unless the command line names another."""
+    """Draw Hypothesis's examples from the same seed, unless the command line names another; watch what passes."""
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(SEED)
+    config.pluginmanager.register(OutcomesPlugin(config), OutcomesPlugin.__name__)
 
 
 def pytest_report_header() -> str:
@@ -43,6 +45,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 def seed() -> int:
     """The run's seed: give it to every generator that a test makes."""
     return SEED
+
+
+@pytest.fixture
+def outcomes(pytestconfig: pytest.Config) -> Outcomes:
+    """What is known of this run so far."""
+    plugin = pytestconfig.pluginmanager.get_plugin(OutcomesPlugin.__name__)
+    assert isinstance(plugin, OutcomesPlugin)
+    return plugin.seen
 
 
 @pytest.fixture(autouse=True)
