@@ -72,21 +72,8 @@ def _installed(model: torch.nn.Module) -> tuple[set[str], int]:
 
 # ------------------------------------------------------------------ what a module may not have
 
-CONTAINERS = frozenset(
-    [
-        "Counter",
-        "OrderedDict",
-        "WeakKeyDictionary",
-        "WeakSet",
-        "WeakValueDictionary",
-        "bytearray",
-        "defaultdict",
-        "deque",
-        "dict",
-        "list",
-        "set",
-    ]
-)
+WEAK = ("WeakKeyDictionary", "WeakSet", "WeakValueDictionary")
+CONTAINERS = frozenset(("Counter", "OrderedDict", "bytearray", "defaultdict", "deque", "dict", "list", "set", *WEAK))
 
 
 def _kept_by_module(source: Source) -> Iterator[str]:

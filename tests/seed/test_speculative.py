@@ -75,8 +75,9 @@ class Request:
         """End it, and compare what a trainer gets with what was accepted."""
         n = num_tokens or len(self.tokens)
         self.chain.finish(self.life, n)
-        array = self.chain.served(self.name, num_tokens=n, tokens=self.tokens[: n - 1])
-        assert np.array_equal(array, np.stack([self.truth[p] for p in range(n - 1)]))
+        expected = np.stack([self.truth[p] for p in range(n - 1)])
+        assert np.array_equal(self.chain.served(self.name), expected)
+        assert np.array_equal(self.chain.served(self.name, num_tokens=n, tokens=self.tokens[: n - 1]), expected)
 
 
 @pytest.fixture
