@@ -32,12 +32,14 @@ def _ways(captured: ProcessorCapture, model: Any) -> Iterator[Way]:
     twice where the second run replays what the first captured."""
     processor = captured.processor
     limit, pairs = processor.cache.max_batch_tokens, buffer_pairs(processor.inputs_and_outputs)
-    graphs = any(processor.model_runner.cb_config.cuda_graph_booleans)
+    config = processor.model_runner.cb_config
+    graphs = any(config.cuda_graph_booleans)
+    batch = min(_BATCH, limit, config.max_requests_per_batch or _BATCH)
     shapes = (
         ("prefill", 1, min(_PREFILL, limit), 0),
         ("chunk after a cached prefix", 1, min(_CHUNK, limit), _PREFILL),
         ("decode of one token", 1, 1, _PREFILL),
-        ("decode of a batch", min(_BATCH, limit), 1, _PREFILL),
+        ("decode of a batch", batch, 1, _PREFILL),
     )
     for pair in range(len(pairs)):
         for name, count, new, past in shapes:
