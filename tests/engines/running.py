@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,16 +72,17 @@ def run(
     asks: Sequence[Ask],
     config: ContinuousBatchingConfig,
     *,
-    waves: Callable[[Any], None] | None = None,
+    then: Sequence[Sequence[Ask]] = (),
 ) -> Finished:
-    """Run `asks` to their ends under capture. waves: called with the manager once the first of them has finished."""
+    """Run `asks` to their ends under capture. then: further waves, each once the one before it has ended."""
     done = Finished()
     with capture_routes(model, collector, engine_id="under-test") as capture:
         with model.continuous_batching_context_manager(
             generation_config=generation(), continuous_batching_config=config
         ) as manager:
-            _submit(manager, asks)
-            _collect(manager, capture, asks, done)
+            for wave in (asks, *then):
+                _submit(manager, wave)
+                _collect(manager, capture, wave, done)
         while (output := manager.get_result(timeout=0.0)) is not None:
             done.outputs[capture.client_id(output.request_id)] = output
     done.stats = capture.stats()
