@@ -71,6 +71,7 @@ class RouteRecorder:
         self._backend = backend_of(device)
         self._cuda = device.type == "cuda"
         self._records = torch.zeros((max_tokens, layout.stride), dtype=torch.uint8, device=device)
+        self._part = self._records
         self._state = torch.zeros(2, dtype=torch.int64, device=device)
         states = torch.zeros((_STATES, 2), dtype=torch.int64, pin_memory=self._cuda)
         self._states = (list(states), states.numpy())
@@ -131,7 +132,9 @@ class RouteRecorder:
     def rows(self, num_tokens: int) -> StepRows:
         """The rows of the step begun last, wherever its commit ran: in this forward, or in a graph that was replayed.
         Rows that no commit of this step wrote carry another step's number."""
-        return StepRows(self._records[:num_tokens], self.layout, self.commit_no)
+        if len(self._part) != num_tokens:
+            self._part = self._records[:num_tokens]
+        return StepRows(self._part, self.layout, self.commit_no)
 
     def commit(self, slots: Tensor, positions: Tensor, input_ids: Tensor, num_tokens: int) -> StepRows:
         """Rows of the first `num_tokens` tokens of the forward, in batch order, stored under their KV slots too.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_side.capture.recorder import StepRows
-from engine_side.capture.records import RecordLayout
+from engine_side.capture.records import Columns, RecordLayout
 from engine_side.capture.slot_store import SlotStore
 from engine_side.export.landing import LandingStep
 from engine_side.export.pinned import PinnedPool
@@ -41,6 +41,7 @@ class StepExporter:
         self.rows_per_chunk = max(1, CHUNK_BYTES // (layout.stride + _ASKED_BYTES))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.pool = PinnedPool() if device.type == "cuda" else None
+        self._committed = torch.cuda.Event() if device.type == "cuda" else None
         self._step_copied: torch.cuda.Event | None = None
         self._chunk_copied: torch.cuda.Event | None = None
         self._chunk: Tensor | None = None
@@ -58,8 +59,7 @@ class StepExporter:
 
     def export(self, plan: StepPlan, rows: StepRows) -> LandingStep:
         """A landing step for `plan`; the copy starts behind what the current stream holds. Raises PinnedFull."""
-        memory, wait, free, self._step_copied = self._copy(rows.records)
-        columns = self._layout.split(memory, len(rows.records))
+        columns, wait, free, self._step_copied = self._copy(rows.records)
         return LandingStep(
             plan, columns.rows, columns.token_ids, columns.positions, columns.status, None, wait, free,
             columns.stamps, rows.commit_no,
@@ -75,11 +75,10 @@ class StepExporter:
         on_device, give = self._upload(asked)
         try:
             store.read(on_device, max_commit, chunk)
-            memory, wait, free, self._chunk_copied = self._copy(chunk[:count])
+            columns, wait, free, self._chunk_copied = self._copy(chunk[:count])
         except BaseException:
             give()
             raise
-        columns = self._layout.split(memory, count)
 
         def free_both() -> None:
             free()
@@ -100,37 +99,38 @@ class StepExporter:
             self._chunk = torch.zeros((size, self._layout.stride), dtype=torch.uint8, device=self._device)
             self._asked = torch.zeros((3, size), dtype=torch.int32, device=self._device)
             if self._stream is not None:
-                # The old one may still be on its way out.
+                # When a longer one takes its place, this one may still be on its way out.
                 self._chunk.record_stream(self._stream)
         return self._chunk
 
     def _upload(self, asked: NDArray[np.int32]) -> tuple[Tensor, Callable[[], None]]:
         if self.pool is None:
             return torch.from_numpy(asked), nothing
-        buffer = self.pool.take(asked.nbytes)
-        host = buffer[: asked.nbytes].view(torch.int32).view(3, -1)
+        pool, buffer = self.pool, self.pool.take(asked.nbytes)
+        host = buffer.memory[: asked.nbytes].view(torch.int32).view(3, -1)
         host.numpy()[:] = asked
         assert self._asked is not None
         on_device = self._asked.view(-1)[: asked.size].view(3, -1)
         on_device.copy_(host, non_blocking=True)
-        return on_device, lambda: self.pool.give(buffer)  # type: ignore[union-attr]
+        return on_device, lambda: pool.give(buffer)
 
-    def _copy(
-        self, records: Tensor
-    ) -> tuple[NDArray[np.uint8], Callable[[], None], Callable[[], None], torch.cuda.Event | None]:
+    def _copy(self, records: Tensor) -> tuple[Columns, Callable[[], None], Callable[[], None], torch.cuda.Event | None]:
         """Records [n, stride] on their way: where they land, what waits for them, what gives that memory back."""
         if self._stream is None or self.pool is None:
-            return records.clone().numpy().reshape(-1), nothing, nothing, None
-        pool, nbytes = self.pool, records.numel()
-        buffer = pool.take(nbytes)
+            return self._layout.split(records.clone().numpy(), len(records)), nothing, nothing, None
+        pool, buffer = self.pool, self.pool.take(records.numel())
+        target, columns = buffer.views(self._layout, len(records))
+        landed = buffer.landed
+        assert landed is not None
+        assert self._committed is not None
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
+        self._committed.record(current)
+        self._stream.wait_event(self._committed)
         # Setting the stream costs 3 us less than the context manager, each way.
         torch.cuda.set_stream(self._stream)
         try:
-            buffer[:nbytes].copy_(records.view(-1), non_blocking=True)
-            landed = torch.cuda.Event()
+            target.copy_(records, non_blocking=True)
             landed.record(self._stream)
         finally:
             torch.cuda.set_stream(current)
-        return buffer.numpy(), landed.synchronize, lambda: pool.give(buffer), landed
+        return columns, landed.synchronize, lambda: pool.give(buffer), landed

@@ -10,7 +10,7 @@ import torch
 
 from engine_side.capture.records import RecordLayout
 from engine_side.export.exporter import CHUNK_BYTES, StepExporter
-from engine_side.export.pinned import PinnedFull, PinnedPool
+from engine_side.export.pinned import Pinned, PinnedFull, PinnedPool
 from engine_side.export.planner import RoutePlanner, ScheduledBatch
 from protocol.geometry import Geometry
 from protocol.messages import Kind
@@ -59,8 +59,8 @@ def test_a_chunk_of_prefix_rows_is_bounded_with_all_its_columns() -> None:
 def test_pinned_buffers_are_reused_within_their_budget() -> None:
     pool = PinnedPool(budget=256 << 10, pin=False)
     taken = [pool.take(60_000) for _ in range(4)]
-    assert {len(buffer) for buffer in taken} == {64 << 10}
-    assert len({buffer.data_ptr() for buffer in taken}) == 4
+    assert {len(buffer.array) for buffer in taken} == {64 << 10}
+    assert len({buffer.memory.data_ptr() for buffer in taken}) == 4
     with pytest.raises(PinnedFull, match="65536 more"):
         pool.take(1)
     pool.give(taken.pop())
@@ -70,13 +70,13 @@ def test_pinned_buffers_are_reused_within_their_budget() -> None:
     for buffer in (*taken, again):
         pool.give(buffer)
     # What is free, but too small, makes room for what is asked for.
-    assert len(pool.take(200_000)) == 256 << 10
+    assert len(pool.take(200_000).array) == 256 << 10
     assert pool.held_bytes == 256 << 10
 
 
 def test_no_two_steps_on_their_way_share_a_pinned_buffer(seed: int) -> None:
     pool = PinnedPool(budget=1 << 20, pin=False)
-    given: list[torch.Tensor] = []
+    given: list[Pinned] = []
     there = threading.Condition()
 
     def land() -> None:
@@ -84,8 +84,8 @@ def test_no_two_steps_on_their_way_share_a_pinned_buffer(seed: int) -> None:
             with there:
                 assert there.wait_for(lambda: given, 10)
                 buffer = given.pop(0)
-            mark = buffer[0].item()
-            assert (buffer[:64] == mark).all()
+            mark = buffer.array[0]
+            assert (buffer.array[:64] == mark).all()
             pool.give(buffer)
 
     shipper = threading.Thread(target=land)
@@ -97,7 +97,7 @@ def test_no_two_steps_on_their_way_share_a_pinned_buffer(seed: int) -> None:
             buffer = pool.take(chance.choice((100, 100_000, 300_000)))
         except PinnedFull:
             continue
-        buffer[:64] = chance.randint(0, 255)
+        buffer.array[:64] = chance.randint(0, 255)
         with there:
             given.append(buffer)
             there.notify()

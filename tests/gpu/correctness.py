@@ -76,6 +76,8 @@ def compare(daemon: RunningDaemon, done: Finished, witness: Witness, layers: tup
 
 def run_scenario(daemon: RunningDaemon, model: Any, scenario: str, graphs: bool, overlap: bool, tag: str) -> Record:
     """One scenario, compared bit for bit."""
+    if graphs:
+        model.set_experts_implementation("batched_mm")  # the default one asks the host how many tokens an expert has
     routers = find_routers(model)
     geometry = geometry_of(model, routers)
     settings = {"use_cuda_graph": graphs, "use_async_batching": overlap, **SCENARIOS[scenario]}
@@ -101,6 +103,8 @@ def run_family(daemon: RunningDaemon, name: str, model: Any, tag: str) -> Record
     """A tiny random model under graphs: shape, no -1 at a MoE layer, and a prefix hit's rows those of the first."""
     model = model.eval().to(DEVICE)
     model.set_attn_implementation("sdpa" if name != "gpt_oss" else "eager")
+    if DEVICE.type == "cuda":
+        model.set_experts_implementation("batched_mm")
     bar = "no -1 where a layer routes, prefix hits equal; or refused by name, or not run by the engine either"
     vocabulary = model.config.get_text_config().vocab_size
     text = [(7 * i + 3) % (vocabulary - 1) for i in range(70)]

@@ -94,9 +94,9 @@ def pipeline_times(geometry: Geometry, requests: int, context: int, engines: str
             again = time.perf_counter_ns()
             pipeline.end(batch)
             found.append((time.perf_counter_ns() - again + middle - began) / 1e3)
-            # An engine's next step is milliseconds away: what this one handed over has been taken by then.
-            while shipper._queue:
-                time.sleep(0)
+            # An engine's next step is milliseconds away: what this one handed over has been shipped by then.
+            while not shipper._stream.drained:
+                time.sleep(2e-4)
     finally:
         gc.enable()
     for life in lives:
