@@ -21,7 +21,7 @@ class Sink(Protocol):
 
     def keep_compiled(self, moe_index: int, topk_ids: Tensor) -> None: ...
 
-    def commit_compiled(self, inputs: list[Tensor]) -> None: ...
+    def commit_compiled(self, inputs: list[Tensor], layout: int) -> None: ...
 
 
 _SINKS: weakref.WeakValueDictionary[int, Sink] = weakref.WeakValueDictionary()
@@ -43,10 +43,10 @@ def keep(topk_ids: Tensor, token: Tensor, handle: int, moe_index: int) -> None:
 
 
 @torch.library.custom_op("r3::commit", mutates_args={"token"})
-def commit(inputs: list[Tensor], token: Tensor, handle: int) -> None:
-    """The forward is over. inputs: as the engine's adapter laid them out."""
+def commit(inputs: list[Tensor], token: Tensor, handle: int, layout: int) -> None:
+    """The forward is over. inputs: as the engine's adapter laid them out; layout: its number for that."""
     if (sink := _SINKS.get(handle)) is not None:
-        sink.commit_compiled(inputs)
+        sink.commit_compiled(inputs, layout)
 
 
 @keep.register_fake
@@ -55,7 +55,7 @@ def _(topk_ids: Tensor, token: Tensor, handle: int, moe_index: int) -> None:
 
 
 @commit.register_fake
-def _(inputs: list[Tensor], token: Tensor, handle: int) -> None:
+def _(inputs: list[Tensor], token: Tensor, handle: int, layout: int) -> None:
     return None
 
 

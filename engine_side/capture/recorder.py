@@ -80,6 +80,7 @@ class RouteRecorder:
         self._staging: Tensor | None = None
         self._kept: list[Tensor | None] = [None] * layers
         self._calls = [0] * layers
+        self._keeping = False
 
     @property
     def nbytes(self) -> int:
@@ -113,6 +114,7 @@ class RouteRecorder:
         """Remember what the router of captured layer `moe_index` chose: integer [T, >= top_k], logical expert ids."""
         self._kept[moe_index] = topk_ids
         self._calls[moe_index] += 1
+        self._keeping = True
 
     def keep_copy(self, moe_index: int, topk_ids: Tensor) -> None:
         """As `keep`, of memory that a compiler may reuse before the commit although somebody refers to it."""
@@ -126,6 +128,9 @@ class RouteRecorder:
 
     def drop(self) -> None:
         """Forget what was kept: a forward that is not committed."""
+        if not self._keeping:
+            return
+        self._keeping = False
         self._kept = [None] * len(self._kept)
         self._calls = [0] * len(self._calls)
 

@@ -17,7 +17,7 @@ from engine_side.capture.records import RecordLayout
 from engine_side.capture.slot_store import SlotStore
 from engine_side.export.exporter import StepExporter
 from engine_side.export.plan import StepPlan
-from engine_side.export.planner import RoutePlanner, ScheduledBatch
+from engine_side.export.planner import DecodeBatch, RoutePlanner, ScheduledBatch
 from engine_side.shipping.shipper import Shipper
 
 log = logging.getLogger("r3.capture")
@@ -99,7 +99,7 @@ class CapturePipeline:
                 self.store.stamp_uncaptured(slots.to(torch.int64))
         return None
 
-    def end(self, batch: ScheduledBatch, hits: PrefixHits | None = None) -> None:
+    def end(self, batch: ScheduledBatch | DecodeBatch, hits: PrefixHits | None = None) -> None:
         """Ship the step begun last. Raises CaptureError when it could not be committed, PinnedFull when it could not be
         taken over: its rows are declared lost then, and the engine goes on."""
         plan = self.planner.plan(batch, self._version)

@@ -22,10 +22,19 @@ class ScheduledBatch:
     """
 
     lives: Sequence[str]
-    starts: Sequence[int] | NDArray[np.int64]
-    counts: Sequence[int] | NDArray[np.int64]
-    accepted: Sequence[int] | NDArray[np.int64]
+    starts: Sequence[int]
+    counts: Sequence[int]
+    accepted: Sequence[int]
     opens: Sequence[tuple[int, str]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """A forward that runs one token of each request and samples from it, as nearly every step does. lives: life ids.
+    starts: int64 positions, -1 where the host does not know."""
+
+    lives: tuple[str, ...]
+    starts: NDArray[np.int64]
 
 
 class RoutePlanner:
@@ -34,11 +43,12 @@ class RoutePlanner:
 
     def __init__(self) -> None:
         self.step = 0
-        self._decode: tuple[NDArray[np.int32], NDArray[np.uint8]] = (_offsets(np.zeros(0, np.int64)), _NO_KINDS)
 
-    def plan(self, batch: ScheduledBatch, weight_version: int) -> StepPlan:
+    def plan(self, batch: ScheduledBatch | DecodeBatch, weight_version: int) -> StepPlan:
         """Segments of a forward, each attached exactly once, whether or not the step yields a token. Raises ValueError
         for an entry that runs nothing: it has no segment that could open its life."""
+        if isinstance(batch, DecodeBatch):
+            return self._plan_decode(batch, weight_version)
         starts = np.asarray(batch.starts, np.int64)
         counts = np.asarray(batch.counts, np.int64)
         accepted = np.asarray(batch.accepted, np.int64)
@@ -46,8 +56,6 @@ class RoutePlanner:
             idle = batch.lives[int(np.argmin(counts))]
             raise ValueError(f"life {idle} runs no token in this step: leave it out of the batch")
         self.step += 1
-        if not batch.opens and (counts == 1).all() and ((accepted <= starts + 1) | (starts < 0)).all():
-            return self._plan_decode(batch.lives, starts, weight_version)
         # An unknown start is a decode step of an engine that runs ahead of its host: it samples at once.
         fill = np.where(starts < 0, 0, np.clip(accepted - 1 - starts, 0, counts))
         pieces = np.stack([fill, counts - fill], axis=1)
@@ -68,14 +76,12 @@ class RoutePlanner:
             opens=tuple((int(at), name) for at, (_, name) in zip(first, batch.opens, strict=True)),
         )
 
-    def _plan_decode(self, lives: Sequence[str], starts: NDArray[np.int64], weight_version: int) -> StepPlan:
-        """A step that every engine runs nearly always: one token each, sampled from."""
-        offsets, kinds = self._decode
-        if len(kinds) != len(starts):
-            offsets, kinds = np.arange(len(starts) + 1, dtype=np.int32), np.full(len(starts), Kind.FORWARD, np.uint8)
-            self._decode = offsets, kinds
-        known = np.maximum(starts, -1).astype(np.int32)
-        return StepPlan(self.step, tuple(lives), known, offsets, kinds, weight_version)
+    def _plan_decode(self, batch: DecodeBatch, weight_version: int) -> StepPlan:
+        """In a time that hardly depends on the number of requests."""
+        self.step += 1
+        count = len(batch.lives)
+        offsets, kinds = np.arange(count + 1, dtype=np.int32), np.full(count, Kind.FORWARD, np.uint8)
+        return StepPlan(self.step, batch.lives, batch.starts.astype(np.int32), offsets, kinds, weight_version)
 
     def cached(self, life: str, start: int, count: int, name: str | None) -> StepPlan:
         """A read of `count` rows from the slot store, for positions some other forward computed. name: the client's
@@ -117,9 +123,6 @@ class RoutePlanner:
             weight_version=0,
             opens=opens,
         )
-
-
-_NO_KINDS = np.zeros(0, np.uint8)
 
 
 def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int32]:

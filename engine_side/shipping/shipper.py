@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import logging
 import os
 import threading
 import time
 import uuid
+from typing import Final
 
 import zmq
 
@@ -25,6 +26,11 @@ __all__ = ["Shipper", "ShipperStats"]
 log = logging.getLogger("r3.shipper")
 
 _SILENT_S = 5.0
+_BUSY_S = 1.0
+_BUSY_MS = 2
+_IDLE_MS = 100
+_WRITE: Final = ctypes.PyDLL(None).write
+"""write(2), with the interpreter lock held."""
 _BURST = 64
 
 
@@ -109,9 +115,9 @@ class Shipper:
                 self._wake()
 
     def _wake(self) -> None:
-        # A full pipe already wakes the thread.
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b"x")
+        # Not os.write: that lets go of the interpreter lock, and the thread it wakes takes it, for as long as it packs
+        # a step (60 us were seen). Its result does not matter: a full pipe already wakes the thread.
+        _WRITE(self._wake_write, b"x", 1)
 
     # ------------------------------------------------------------------ the shipper's thread
 
@@ -142,19 +148,24 @@ class Shipper:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
+        busy_until = 0.0
         while True:
-            for _ in range(_BURST):
-                if not self._stream.take():
-                    break
+            took = 0
+            while took < _BURST and self._stream.take():
+                took += 1
             blocked = not self._send()
             now = time.monotonic()
             self._keep_alive(now)
             if self._closing is not None and self._closed(now):
                 return
             poller.modify(self._socket, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
-            self._sleeping = True
+            if took:
+                busy_until = now + _BUSY_S
+            # While steps keep coming this looks for them itself: waking a thread costs the engine's 50 us.
+            self._sleeping = now > busy_until
+            wait = _IDLE_MS if self._stream.welcomed else 10
             # Looked at after the flag is up: an engine that appended before it saw the flag is not missed.
-            ready = dict(poller.poll(0 if self._queue else 100 if self._stream.welcomed else 10))
+            ready = dict(poller.poll(0 if self._queue else wait if self._sleeping else _BUSY_MS))
             self._sleeping = False
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,12 +25,11 @@ class Rig:
     layout: RecordLayout
     store: SlotStore
     recorder: RouteRecorder
+    kept: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
     def keep(self, *layers: torch.Tensor | None) -> None:
         """What each captured layer's router chose."""
-        for index, ids in enumerate(layers):
-            if ids is not None:
-                self.recorder.keep(index, ids.to(DEVICE))
+        self.kept += [(index, ids.to(DEVICE)) for index, ids in enumerate(layers) if ids is not None]
 
     def commit(self, slots: list[int], start: int = 0, tokens: list[int] | None = None, version: int = 0) -> Columns:
         """One step over `slots`, positions from `start` on, tokens 100 + position unless given."""
@@ -38,10 +37,15 @@ class Rig:
         step = self.launch(slots, list(at), tokens or [100 + p for p in at], version)
         return step.columns()
 
+    def report(self) -> None:
+        """The routers choose what `keep` says."""
+        for index, ids in self.kept:
+            self.recorder.keep(index, ids)
+        self.kept = []
+
     def launch(self, slots: list[int], positions: list[int], tokens: list[int], version: int = 0) -> StepRows:
-        kept, calls = self.recorder._kept, self.recorder._calls
         self.recorder.begin(version)
-        self.recorder._kept, self.recorder._calls = kept, calls
+        self.report()
         return self.recorder.commit(tensor(slots), tensor(positions), tensor(tokens), len(slots))
 
     def read(self, slots: list[int], tokens: list[int], positions: list[int], max_commit: int) -> Columns:

@@ -136,6 +136,7 @@ def test_rows_do_not_alias_the_engines_static_inputs(seed: int) -> None:
     made = rig()
     positions, tokens, ids = tensor([0, 1, 2]), tensor([5, 6, 7]), choices(seed, 3)
     made.keep(ids, ids)
+    made.report()
     step = made.recorder.commit(tensor([0, 1, 2]), positions, tokens, 3)
     positions.zero_()
     tokens.zero_()
@@ -147,6 +148,7 @@ def test_rows_do_not_alias_the_engines_static_inputs(seed: int) -> None:
 def test_inputs_that_disagree_are_a_typed_error_and_the_next_step_is_fine(seed: int) -> None:
     made = rig()
     made.keep(choices(seed, 4), choices(seed + 1, 4))
+    made.report()
     with pytest.raises(CaptureError, match="4 tokens, slots only 3"):
         made.recorder.commit(tensor([0, 1, 2]), tensor([0, 1, 2, 3]), tensor([0, 1, 2, 3]), 4)
     made.keep(choices(seed, 2), choices(seed + 1, 4))
@@ -179,11 +181,13 @@ def test_a_forward_outside_any_step_proves_nothing(seed: int) -> None:
     """A warm-up, a dummy batch of an idle replica: it commits before the first step, or behind `idle`."""
     made = rig()
     made.keep(choices(seed, 1), choices(seed + 1, 1))
+    made.report()
     made.recorder.commit(tensor([3]), tensor([0]), tensor([100]), 1)
     made.keep(choices(seed, 1), choices(seed + 1, 1))
     made.commit([4])
     made.recorder.idle()
     made.keep(choices(seed, 1), choices(seed + 1, 1))
+    made.report()
     made.recorder.commit(tensor([5]), tensor([0]), tensor([100]), 1)
     assert [made.number(slot) for slot in (3, 4, 5)] == [0, 1, 0]
 
@@ -203,10 +207,12 @@ def test_kept_copies_outlive_the_memory_they_were_copied_from(seed: int) -> None
     made = rig()
     ids = choices(seed, 3, width=3)
     expected = ids[:, :2].clone().numpy()
+    made.recorder.begin(0)
     for layer in range(2):
         made.recorder.keep_copy(layer, ids.to(tensor([0]).device))
     ids.zero_()
-    assert np.array_equal(made.commit([0, 1, 2]).rows[:, 1], expected)
+    step = made.recorder.commit(tensor([0, 1, 2]), tensor([0, 1, 2]), tensor([0, 1, 2]), 3)
+    assert np.array_equal(step.columns().rows[:, 1], expected)
 
 
 def test_uint8_is_refused_where_it_has_no_room_for_uncaptured() -> None:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from engine_side.export.plan import StepPlan
-from engine_side.export.planner import RoutePlanner, ScheduledBatch
+from engine_side.export.planner import DecodeBatch, RoutePlanner, ScheduledBatch
 from protocol.messages import Kind
 
 Segment = tuple[str, int, int, int]
@@ -86,3 +86,19 @@ def test_against_a_walk_over_positions(seed: int) -> None:
         assert found == expected
         assert plan.step == step
         assert np.array_equal(plan.offsets, np.sort(plan.offsets))
+
+
+def test_a_decode_batch_is_planned_as_its_entries_one_by_one_would_be(seed: int) -> None:
+    chance = random.Random(seed)
+    one, other = RoutePlanner(), RoutePlanner()
+    for _ in range(50):
+        n = chance.randint(1, 9)
+        lives = tuple(f"life-{i}" for i in range(n))
+        starts = [chance.choice((-1, chance.randint(0, 9000))) for _ in lives]
+        short = one.plan(DecodeBatch(lives, np.array(starts)), 7)
+        long = other.plan(ScheduledBatch(lives, starts, [1] * n, [start + 1 for start in starts]), 7)
+        assert short.req_ids == long.req_ids
+        assert (short.step, short.weight_version, short.opens) == (long.step, long.weight_version, long.opens)
+        for name in ("starts", "offsets", "kinds"):
+            assert getattr(short, name).tolist() == getattr(long, name).tolist()
+            assert getattr(short, name).dtype == getattr(long, name).dtype

@@ -59,11 +59,10 @@ def batching(**settings: Any) -> ContinuousBatchingConfig:
     return ContinuousBatchingConfig(**settings)
 
 
-def generation(new_tokens: int = 12) -> GenerationConfig:
-    """Sampled, never stopped by a token."""
-    return GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0
-    )
+def generation(new_tokens: int = 12, sample: bool = True) -> GenerationConfig:
+    """Never stopped by a token; sampled, or greedy."""
+    how = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {}
+    return GenerationConfig(do_sample=sample, max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0, **how)
 
 
 def run(
@@ -73,12 +72,13 @@ def run(
     config: ContinuousBatchingConfig,
     *,
     then: Sequence[Sequence[Ask]] = (),
+    sample: bool = True,
 ) -> Finished:
     """Run `asks` to their ends under capture. then: further waves, each once the one before it has ended."""
     done = Finished()
     with capture_routes(model, collector, engine_id="under-test") as capture:
         with model.continuous_batching_context_manager(
-            generation_config=generation(), continuous_batching_config=config
+            generation_config=generation(sample=sample), continuous_batching_config=config
         ) as manager:
             for wave in (asks, *then):
                 _submit(manager, wave)

@@ -2,7 +2,7 @@
 
 CUDA graphs, async batching (two batches in flight), chunked prefill, prefix hits and preemption; then tiny random
 models of every family: the right shape, no -1 where a layer routes, and prefix hits equal to the request that computed
-them.
+them. Greedy: the engine's own warm-up reads a cache that nobody has written, and sampling stops at what it finds there.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def run_scenario(daemon: RunningDaemon, model: Any, scenario: str, graphs: bool,
     settings = {"use_cuda_graph": graphs, "use_async_batching": overlap, **SCENARIOS[scenario]}
     waves = asks_of(scenario, tag)
     with watching(routers, 1024, geometry.top_k, DEVICE) as witness:
-        done = run(model, daemon.engines, waves[0], batching(**settings), then=waves[1:])
+        done = run(model, daemon.engines, waves[0], batching(**settings), then=waves[1:], sample=False)
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         witness.settle()
@@ -114,7 +114,7 @@ def run_family(daemon: RunningDaemon, name: str, model: Any, tag: str) -> Record
     try:
         geometry = geometry_of(model, find_routers(model))
         waves = [[Ask(text, f"{tag}-first", 8)], [Ask(text, f"{tag}-second", 8)]]
-        done = run(model, daemon.engines, waves[0], batching(**settings), then=waves[1:])
+        done = run(model, daemon.engines, waves[0], batching(**settings), then=waves[1:], sample=False)
     except CaptureRefused as error:
         return Record(f"family/{name}", "refused", 1.0, {}, None, f"refused: {error}"[:200], True)
     found = dict(served(daemon, done))
@@ -132,7 +132,7 @@ def without_capture(model: Any, text: list[int], settings: dict[str, Any]) -> st
     """Why the engine itself cannot run this model; None if it can."""
     try:
         outputs = model.generate_batch(
-            [text], generation_config=generation(4), continuous_batching_config=batching(**settings)
+            [text], generation_config=generation(4, sample=False), continuous_batching_config=batching(**settings)
         )
     except Exception as error:
         return f"{type(error).__name__}: {error}"

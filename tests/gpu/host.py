@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from engine_side.capture.records import RecordLayout
 from engine_side.export.pipeline import CapturePipeline
-from engine_side.export.planner import ScheduledBatch
+from engine_side.export.planner import DecodeBatch, ScheduledBatch
 from engine_side.shipping.shipper import Shipper
 from protocol.geometry import Geometry
 from tests.bench.record import Record, show
@@ -77,7 +77,7 @@ def pipeline_times(geometry: Geometry, requests: int, context: int, engines: str
     pipeline = CapturePipeline(layout, shipper, max_tokens=requests, num_slots=requests, device=DEVICE)
     forward = Forward(pipeline, geometry, requests)
     tag = f"{time.monotonic_ns():x}"
-    lives, ones = tuple(f"{tag}-{i}" for i in range(requests)), np.ones(requests, np.int64)
+    lives = tuple(f"{tag}-{i}" for i in range(requests))
     opens = list(enumerate(lives))
     starts = np.full(requests, context, np.int64)
     found = []
@@ -86,7 +86,9 @@ def pipeline_times(geometry: Geometry, requests: int, context: int, engines: str
         for step in range(STEPS):
             now = starts + step
             forward.place(context + step)
-            batch = ScheduledBatch(lives, now, ones, now + 1, () if step else opens)
+            batch: ScheduledBatch | DecodeBatch = DecodeBatch(lives, now)
+            if not step:
+                batch = ScheduledBatch(lives, now.tolist(), [1] * requests, (now + 1).tolist(), opens)
             began = time.perf_counter_ns()
             pipeline.begin(0)
             middle = time.perf_counter_ns()
@@ -96,7 +98,7 @@ def pipeline_times(geometry: Geometry, requests: int, context: int, engines: str
             found.append((time.perf_counter_ns() - again + middle - began) / 1e3)
             # An engine's next step is milliseconds away: what this one handed over has been shipped by then.
             while not shipper._stream.drained:
-                time.sleep(2e-4)
+                time.sleep(0)
     finally:
         gc.enable()
     for life in lives:

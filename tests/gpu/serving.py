@@ -85,7 +85,7 @@ def main() -> None:
             scale,
             daemon,
             graphs,
-            use_graphs=device == "cuda" and options.graphs,
+            use_graphs=device == "cuda" and bool(options.graphs),
             paged=options.path == "paged",
             overlap=bool(options.overlap),
             warm=bool(options.warm),

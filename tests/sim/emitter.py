@@ -22,8 +22,8 @@ from tests.sim.requests import Shipping
 class Landing(LandingStep):
     """A step whose copy lands at `landed_at`, or fails then."""
 
-    landed_at: float
-    broken: bool
+    landed_at: float = 0.0
+    broken: bool = False
 
 
 class Emitter:
@@ -92,7 +92,7 @@ class Emitter:
     def _land(self, *columns: Any) -> LandingStep:
         broken = self._chaos.strikes("copy_failed")
         landed_at = self._loop.now + self._chaos.rng.uniform(0.0, 0.3)
-        step = Landing(*columns, lambda: None, lambda: None, landed_at, broken)
+        step = Landing(*columns, lambda: None, lambda: None, landed_at=landed_at, broken=broken)
 
         def wait() -> None:
             if self._loop.now < step.landed_at:

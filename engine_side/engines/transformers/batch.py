@@ -14,14 +14,14 @@ from engine_side.engines.transformers.compat import PagedSlots
 from engine_side.engines.transformers.lives import Life, Lives
 from engine_side.engines.transformers.stats import CaptureStats
 from engine_side.export.pipeline import PrefixHits
-from engine_side.export.planner import ScheduledBatch
+from engine_side.export.planner import DecodeBatch, ScheduledBatch
 
 
 @dataclass(slots=True)
 class Survey:
     """A batch as the planner wants it, the tokens it runs, and its prefix hits, `forked_rows` of them a fork's."""
 
-    scheduled: ScheduledBatch
+    scheduled: ScheduledBatch | DecodeBatch
     num_tokens: int
     hits: PrefixHits
     forked_rows: int = 0
@@ -39,7 +39,6 @@ class Surveyor:
         self._ids: tuple[str, ...] = ()
         self._ran: list[Life] = []
         self._starts: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._ones: NDArray[np.int64] = np.zeros(0, np.int64)
 
     def survey(self, batch: Sequence[Any]) -> Survey:
         """Of a batch that was launched, whose tokens may not be accepted yet."""
@@ -47,8 +46,7 @@ class Surveyor:
         same = len(states) == len(self._states) > 0 and all(map(is_, states, self._states))
         if same and [future.query_length for future in batch].count(1) == len(states):
             self._starts = self._starts + 1
-            scheduled = ScheduledBatch(self._ids, self._starts, self._ones, self._starts + 1)
-            return Survey(scheduled, len(states), PrefixHits())
+            return Survey(DecodeBatch(self._ids, self._starts), len(states), PrefixHits())
         self._catch_up()
         return self._walk(batch, states)
 
@@ -107,8 +105,8 @@ class Surveyor:
         found.scheduled = ScheduledBatch(tuple(ids), starts, lengths, accepted, opens)
         found.num_tokens = sum(lengths)
         if decoding and ids:
-            self._states, self._ids, self._ran = states, found.scheduled.lives, ran  # type: ignore[assignment]
-            self._starts, self._ones = np.asarray(starts, np.int64), np.ones(len(ids), np.int64)
+            self._states, self._ids, self._ran = states, tuple(ids), ran
+            self._starts = np.asarray(starts, np.int64)
         return found
 
     def _look_up(self, found: Survey, life: Life, state: Any, start: int) -> None:

@@ -67,28 +67,38 @@ class _Way:
 
     def run(self) -> StepRows:
         """One dummy forward. Raises RuntimeError where the cache is too small for it, CaptureError for a bad commit."""
-        processor, pipeline = self.captured.processor, self.captured.pipeline
-        cache, io, runner = processor.cache, processor.inputs_and_outputs, processor.model_runner
+        cache, pipeline = self.captured.processor.cache, self.captured.pipeline
         futures = made_up_requests(cache, self.count, self.new, self.past)
         try:
             if len(futures) < self.count:
                 raise RuntimeError(f"the cache has no room for {self.count} requests of {self.new + self.past} tokens")
-            vocabulary = self.model.config.get_text_config().vocab_size
-            for i, future in enumerate(futures):
-                future.state.tokens_to_process = [(7 * t + i) % vocabulary for t in range(self.new)]
-            if hasattr(io, "io_pairs"):
-                io.current_pair = self.pair
-            fast = self.new == 1 and self.past > 0 and buffer_pairs(io)[self.pair].block_table.numel() > 0
-            sizes = runner.maybe_pad_inputs(self.num_tokens, 0 if fast else self.past * self.count, fast)
-            pipeline.idle()
-            io.prepare_batch_tensors(futures, processor.logit_processor, fast, *sizes, runner.pad_inputs)
-            with torch.no_grad():
-                runner.compute_batch(self.model, io.get_model_kwargs(use_padding=runner.pad_inputs))
-            if io.compute_stream is not None:
-                io.compute_stream.synchronize()
+            if self.past:
+                # What lies in blocks that nobody has written may be anything, and sampling would stop at a NaN.
+                self._forward(futures, 0, self.past)
+                self.poison()
+            self._forward(futures, self.past, self.new)
         finally:
             for future in futures:
                 cache.free_blocks(future.state.request_id)
         if pipeline.failed is not None:
             raise pipeline.failed
         return pipeline.recorder.rows(self.num_tokens)
+
+    def _forward(self, futures: list[Any], past: int, new: int) -> None:
+        """`new` tokens of each request behind `past` of its own."""
+        processor = self.captured.processor
+        io, runner, count = processor.inputs_and_outputs, processor.model_runner, len(futures)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        for i, future in enumerate(futures):
+            future.query_length, future.state.position_offset = new, past
+            future.state.tokens_to_process = [(7 * (past + t) + i) % vocabulary for t in range(new)]
+        if hasattr(io, "io_pairs"):
+            io.current_pair = self.pair
+        fast = new == 1 and past > 0 and buffer_pairs(io)[self.pair].block_table.numel() > 0
+        sizes = runner.maybe_pad_inputs(count * new, 0 if fast else past * count, fast)
+        self.captured.pipeline.idle()
+        io.prepare_batch_tensors(futures, processor.logit_processor, fast, *sizes, runner.pad_inputs)
+        with torch.no_grad():
+            runner.compute_batch(self.model, io.get_model_kwargs(use_padding=runner.pad_inputs))
+        if io.compute_stream is not None:
+            io.compute_stream.synchronize()

@@ -11,6 +11,10 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+from torch import Tensor
+
+from engine_side.capture import compiled
 from engine_side.capture.errors import CaptureError, CaptureRefused
 from engine_side.capture.hooks import find_routers, geometry_of, hooked
 from engine_side.capture.records import RecordLayout
@@ -25,6 +29,9 @@ from engine_side.engines.transformers.stats import CaptureStats
 from engine_side.engines.transformers.wrapping import replaced
 from engine_side.shipping.shipper import Shipper
 from protocol.limits import MAX_WEIGHT_VERSION
+
+_SLOTS, _PAGES = 0, 1
+"""What a compiled forward hands its commit: indices that it wrote, or the page table of the decode path."""
 
 
 class RouteCapture:
@@ -55,6 +62,8 @@ class RouteCapture:
         self._names = Names()
         self._serial = itertools.count(1)
         self._forward = threading.local()
+        self._handle = compiled.register(self)
+        self._token = torch.zeros(1, device=model.device)
         self._closed = False
         self._lock = threading.Lock()
         self.drained = False
@@ -72,8 +81,25 @@ class RouteCapture:
             running.keep(index, ids)
 
     def _commit(self, _model: Any, _args: Any, inputs: dict[str, Any], _output: Any) -> None:
-        if (running := self._running) is not None:
+        if torch.compiler.is_compiling():
+            table = inputs.get("block_table")
+            where = [table] if table is not None else list(inputs["write_index"])
+            tensors = [inputs["position_ids"], inputs["input_ids"], *where]
+            compiled.commit(tensors, self._token, self._handle, _PAGES if table is not None else _SLOTS)
+        elif (running := self._running) is not None:
             running.commit(inputs)
+
+    def keep_compiled(self, index: int, ids: Tensor) -> None:
+        """A router chose, in compiled code."""
+        if (running := self._running) is not None:
+            running.keep_copy(index, ids)
+
+    def commit_compiled(self, inputs: list[Tensor], layout: int) -> None:
+        """A compiled forward is over."""
+        positions, tokens, *where = inputs
+        if (running := self._running) is not None:
+            slots = {"block_table": where[0]} if layout == _PAGES else {"write_index": where}
+            running.commit({"position_ids": positions, "input_ids": tokens, **slots})
 
     def __enter__(self) -> Self:
         try:
@@ -85,7 +111,8 @@ class RouteCapture:
 
     def _enter(self) -> Self:
         cached = getattr(self._model, "_cached_continuous_batching_manager", None)
-        self._installed.enter_context(hooked(self._routers, self._keep, self.geometry))
+        keep = compiled.keeper(self._handle, self._token, self._keep)
+        self._installed.enter_context(hooked(self._routers, keep, self.geometry))
         self._installed.callback(self._model.register_forward_hook(self._commit, with_kwargs=True).remove)
         make_manager = self._model.init_continuous_batching
 
