@@ -30,8 +30,8 @@ _DRAFTERS = re.compile(r"(?:^|\.)(?:mtp|nextn|draft|eagle|medusa)[^.]*(?:\.|$)",
 def find_routers(model: nn.Module) -> dict[int, nn.Module]:
     """Global layer id to router module, ascending. Routers of drafters, and any outside the `num_hidden_layers` layers
     of the decoder, are not the target model's and are left out. Raises CaptureRefused for two routers in one layer, one
-    in two layers, experts or a layer that the config calls MoE without a router, and layers in several places of a
-    model that does not say which are its decoder's."""
+    in two layers, experts or a layer that the config calls MoE without a router, a config without that number, and
+    layers in several places of a model that does not say which are its decoder's."""
     found: dict[int, nn.Module] = {}
     layer_of: dict[nn.Module, int] = {}
     with_experts: set[int] = set()
@@ -129,7 +129,10 @@ def _cut(ids: Tensor, geometry: Geometry) -> Tensor:
 
 def _modules_of_layers(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
     """Layer id, name and module of everything inside the target model's decoder layers."""
-    num_layers, own = _config(model).num_hidden_layers, _decoder_layers(model)
+    num_layers, own = getattr(_config(model), "num_hidden_layers", None), _decoder_layers(model)
+    if num_layers is None:
+        name = type(model).__name__
+        raise CaptureRefused(f"the config of {name} does not say how many layers it has: name num_hidden_layers in it")
     by_place: dict[str, list[tuple[int, str, nn.Module]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         match = _LAYER.match(name)

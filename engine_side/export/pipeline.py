@@ -130,14 +130,17 @@ class CapturePipeline:
         positions = np.arange(len(slots)) + np.repeat(shift, counts)
         asked = np.stack([slots, tokens, positions]).astype(np.int32)
         at = 0
-        for plan in self.planner.prefix_hits(hits.lives, hits.starts, hits.counts, self._exporter.rows_per_chunk):
+        plans = self.planner.prefix_hits(hits.lives, hits.starts, hits.counts, self._exporter.rows_per_chunk)
+        for plan in plans:
             count = int(plan.offsets[-1])
             part = np.ascontiguousarray(asked[:, at : at + count])
             at += count
             try:
                 landing = self._exporter.read(plan, self.store, part, self.recorder.commit_no)
             except Exception:
-                self._lose(plan)
+                # The chunks behind it are not read either.
+                for each in (plan, *plans):
+                    self._lose(each)
                 raise
             self._shipper.put(landing)
 

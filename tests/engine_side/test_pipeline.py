@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from engine_side.capture.errors import CaptureError
 from engine_side.capture.records import UNPROVEN, RecordLayout
 from engine_side.capture.slot_store import SlotStore
+from engine_side.export.exporter import StepExporter, nothing
 from engine_side.export.landing import LandingStep
+from engine_side.export.pinned import PinnedFull, PinnedPool
 from engine_side.export.pipeline import CapturePipeline, PrefixHits
 from engine_side.export.plan import StepPlan
 from engine_side.export.planner import ScheduledBatch
@@ -233,3 +236,81 @@ def test_a_prefix_of_many_chunks_arrives_once_in_order(seed: int, monkeypatch: p
     assert [len(landing.rows) for landing in prefix] == [7, 7, 7, 7, 7, 5]
     assert np.array_equal(np.concatenate([signed(x.rows) for x in prefix]), ids)
     assert pipeline.nbytes >= SlotStore.declared_bytes(RecordLayout.of(GEOMETRY), 64)
+
+
+class _Ringed(StepExporter):
+    """What a step does with pinned memory on a GPU, without one."""
+
+    def _copy(self, records: torch.Tensor) -> Any:
+        if self._stream is not None:
+            return super()._copy(records)
+        assert self.pool is not None
+        pool, nbytes = self.pool, records.numel()
+        buffer = pool.take(nbytes)
+        buffer[:nbytes].copy_(records.view(-1))
+        return buffer.numpy(), nothing, lambda: pool.give(buffer), None
+
+
+def _ringed(buffers: int) -> tuple[CapturePipeline, Queue]:
+    """A pipeline whose ring holds so many small steps."""
+    pipeline, queue = _pipeline()
+    pipeline._exporter = _Ringed(RecordLayout.of(GEOMETRY), DEVICE)
+    pipeline._exporter.pool = PinnedPool(buffers * (64 << 10), pin=DEVICE.type == "cuda")
+    return pipeline, queue
+
+
+def test_a_full_ring_loses_the_step_and_never_waits(seed: int) -> None:
+    """Nothing is freed while the shipper is away: what the engine's thread pays is a look at the budget."""
+    pipeline, queue = _ringed(2)
+    expected = [_forward(pipeline, seed, [0], [0])]
+    pipeline.end(ScheduledBatch(["a"], [0], [1], [1]))
+    expected.append(_forward(pipeline, seed + 2, [1], [1]))
+    pipeline.end(ScheduledBatch(["a"], [1], [1], [2]))
+    took = []
+    for position in range(2, 22):
+        _forward(pipeline, seed + 2 * position, [position], [position])
+        began = time.perf_counter()
+        with pytest.raises(PinnedFull):
+            pipeline.end(ScheduledBatch(["a"], [position], [1], [position + 1]))
+        took.append(time.perf_counter() - began)
+    assert sorted(took)[len(took) // 2] < 0.02
+    assert pipeline.lost_steps == 20
+    assert [plan.starts.tolist() for plan in queue.plans] == [[position] for position in range(2, 22)]
+    assert [plan.step for plan in queue.plans] == list(range(3, 23)), "each is declared under a number of its own"
+    for landing in queue.landings:
+        landing.wait()
+    queue.landings[0].free()
+    expected.append(_forward(pipeline, seed + 90, [22], [22]))
+    pipeline.end(ScheduledBatch(["a"], [22], [1], [23]))
+    queue.landings[2].wait()
+    # The freed one's memory is the new step's by now; the step that is still held is untouched.
+    for at in (1, 2):
+        assert np.array_equal(signed(queue.landings[at].rows), expected[at])
+
+
+def test_a_ring_that_fills_within_a_prefix_loses_what_is_left_of_it_and_says_so(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, queue = _ringed(4)
+    ids = _forward(pipeline, seed, list(range(40)), list(range(40)))
+    monkeypatch.setattr(pipeline._exporter, "rows_per_chunk", 7)
+    hits = PrefixHits(["b"], [0], [40], [np.arange(40, dtype=np.int32)], [np.arange(500, 540, dtype=np.int32)])
+    with pytest.raises(PinnedFull):
+        pipeline.end(ScheduledBatch(["a"], [0], [40], [40]), hits)
+    prefix = queue.landings[1:]
+    found = [(int(plan.starts[0]), int(plan.offsets[-1])) for plan in (*(x.plan for x in prefix), *queue.plans)]
+    assert found == [(0, 7), (7, 7), (14, 7), (21, 7), (28, 7), (35, 5)], "every row is shipped or declared lost, once"
+    assert prefix
+    assert queue.plans
+    for landing in queue.landings:
+        landing.wait()
+    assert np.array_equal(np.concatenate([signed(x.rows) for x in prefix]), ids[: 7 * len(prefix)])
+    for landing in queue.landings:
+        landing.free()
+    # All of it was given back, what failed on the way included: the next step has room.
+    _forward(pipeline, seed + 5, [41], [41])
+    pipeline.end(ScheduledBatch(["a"], [41], [1], [42]))
+    pool = pipeline._exporter.pool
+    assert pool is not None
+    queue.landings[-1].free()
+    assert sum(map(len, pool._free.values())) * (64 << 10) == pool.held_bytes
