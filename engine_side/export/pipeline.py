@@ -77,6 +77,7 @@ class CapturePipeline:
         self.failed = None
         self._exporter.before_commit()
         self.recorder.begin(weight_version)
+        self._shipper.quiet = False
 
     def idle(self) -> None:
         """Forwards from here on belong to no step, until the next `begin`: a dummy batch, a warm-up."""
@@ -115,6 +116,7 @@ class CapturePipeline:
         except Exception:
             self._lose(plan)
             raise
+        self._shipper.quiet = True
         self._shipper.put(landing)
         self.steps += 1
         if hits is not None and hits.lives:

@@ -27,8 +27,8 @@ log = logging.getLogger("r3.shipper")
 
 _SILENT_S = 5.0
 _BUSY_S = 1.0
-_BUSY_MS = 2
-_IDLE_MS = 100
+_NAP_S = 0.004
+_PATIENCE_S = 0.05
 _WRITE: Final = ctypes.PyDLL(None).write
 """write(2), with the interpreter lock held."""
 _BURST = 64
@@ -55,6 +55,9 @@ class Shipper:
         self._stream = Stream(geometry, engine_id, self.incarnation, window_cap_bytes)
         self._queue = self._stream.queue
         self._wake_read = self._wake_write = -1
+        self.quiet = False
+        """Set while the engine's thread is at work in Python, between two forwards: a step that was put then is left
+        alone for a while, because what this thread does costs that one its time."""
         self._sleeping = False
         self._over = False
         self._closing: float | None = None
@@ -158,19 +161,37 @@ class Shipper:
             self._keep_alive(now)
             if self._closing is not None and self._closed(now):
                 return
-            poller.modify(self._socket, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
             if took:
                 busy_until = now + _BUSY_S
-            # While steps keep coming this looks for them itself: waking a thread costs the engine's 50 us.
-            self._sleeping = now > busy_until
-            wait = _IDLE_MS if self._stream.welcomed else 10
+            if now < busy_until and not blocked:
+                self._nap(busy_until)
+                continue
+            poller.modify(self._socket, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
+            self._sleeping = True
             # Looked at after the flag is up: an engine that appended before it saw the flag is not missed.
-            ready = dict(poller.poll(0 if self._queue else wait if self._sleeping else _BUSY_MS))
+            ready = dict(poller.poll(0 if self._queue else 100 if self._stream.welcomed else 10))
             self._sleeping = False
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             if self._socket in ready:
                 self._receive()
+
+    def _nap(self, until: float) -> None:
+        """While steps keep coming: until there is one to take, or an answer to read. Nobody wakes this thread, which
+        would cost the engine's thread 50 us; and it leaves a step alone while the engine is at work in Python."""
+        found_at = 0.0
+        while self._closing is None:
+            now = time.monotonic()
+            if self._queue:
+                found_at = found_at or now
+                if not self.quiet or now - found_at > _PATIENCE_S:
+                    return
+            elif now > until:
+                return
+            if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+                self._receive()
+                return
+            time.sleep(_NAP_S)
 
     def _closed(self, now: float) -> bool:
         assert self._closing is not None

@@ -1,4 +1,4 @@
-"""A recorder with a slot store on the device the tests run on, and what its rows say."""
+"""A recorder with a slot store on the device the tests run on, what its rows say, and a place where steps land."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from engine_side.capture.recorder import RouteRecorder, StepRows
 from engine_side.capture.records import Columns, RecordLayout
 from engine_side.capture.slot_store import SlotStore
+from engine_side.export.landing import LandingStep
+from engine_side.export.plan import StepPlan
 from protocol.geometry import Geometry
 
 DEVICE = torch.device(os.environ.get("R3_DEVICE", "cpu"))
@@ -62,6 +64,20 @@ class Rig:
     def number(self, slot: int) -> int:
         """The number of the commit that wrote a slot."""
         return int(self.store.stamps[slot, 0]) >> 8
+
+
+@dataclass
+class Queue:
+    """Stands where the shipper does, and keeps what it is handed."""
+
+    landings: list[LandingStep] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def put(self, step: LandingStep) -> None:
+        self.landings.append(step)
+
+    def lost(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
 
 
 def rig(geometry: Geometry = GEOMETRY, slots: int = 32, max_tokens: int = 64, narrow: bool | None = None) -> Rig:

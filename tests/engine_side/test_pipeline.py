@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,31 +13,15 @@ from engine_side.capture.errors import CaptureError
 from engine_side.capture.records import UNPROVEN, RecordLayout
 from engine_side.capture.slot_store import SlotStore
 from engine_side.export.exporter import StepExporter, nothing
-from engine_side.export.landing import LandingStep
 from engine_side.export.pinned import PinnedFull, PinnedPool
 from engine_side.export.pipeline import CapturePipeline, PrefixHits
-from engine_side.export.plan import StepPlan
 from engine_side.export.planner import ScheduledBatch
 from engine_side.shipping.pack import Packer
 from protocol.geometry import Geometry
 from protocol.messages import Kind
-from tests.engine_side.rig import DEVICE, choices, signed, tensor
+from tests.engine_side.rig import DEVICE, Queue, choices, signed, tensor
 
 GEOMETRY = Geometry(5, (1, 3), 2, 8)
-
-
-@dataclass
-class Queue:
-    """Stands where the shipper does, and keeps what it is handed."""
-
-    landings: list[LandingStep] = field(default_factory=list)
-    plans: list[StepPlan] = field(default_factory=list)
-
-    def put(self, step: LandingStep) -> None:
-        self.landings.append(step)
-
-    def lost(self, plan: StepPlan) -> None:
-        self.plans.append(plan)
 
 
 def _pipeline(max_tokens: int = 64, narrow: bool | None = None) -> tuple[CapturePipeline, Queue]:

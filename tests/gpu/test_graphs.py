@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_side.capture.records import UNCAPTURED_LAYER, RecordLayout
-from engine_side.export.landing import LandingStep
 from engine_side.export.pipeline import CapturePipeline, PrefixHits
-from engine_side.export.plan import StepPlan
 from engine_side.export.planner import ScheduledBatch
 from engine_side.shipping.pack import Packer
 from protocol.geometry import Geometry
-from tests.engine_side.rig import signed
+from tests.engine_side.rig import Queue, signed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 
@@ -35,20 +33,6 @@ LAYERS = 8
 SIZES = (1, 8, 32)
 SLOTS = 256
 SLEEP_CYCLES = 2_000_000_000  # about a second
-
-
-@dataclass
-class Queue:
-    """Stands where the shipper does."""
-
-    landings: list[LandingStep] = field(default_factory=list)
-    plans: list[StepPlan] = field(default_factory=list)
-
-    def put(self, step: LandingStep) -> None:
-        self.landings.append(step)
-
-    def lost(self, plan: StepPlan) -> None:
-        self.plans.append(plan)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,31 +13,15 @@ import torch
 from engine_side.capture.records import UNCAPTURED_LAYER, UNPROVEN, RecordLayout
 from engine_side.capture.slot_store import STAMP_BYTES, SlotStore
 from engine_side.engines.transformers import capture_routes
-from engine_side.export.landing import LandingStep
 from engine_side.export.pipeline import CapturePipeline, PrefixHits
-from engine_side.export.plan import StepPlan
 from engine_side.export.planner import ScheduledBatch
 from protocol.geometry import Geometry
-from tests.engine_side.rig import DEVICE, choices, rig, signed, tensor
+from tests.engine_side.rig import DEVICE, Queue, choices, rig, signed, tensor
 from tests.engines.running import batching, generation
 from tests.harness.tiny import load_tiny
 
 GEOMETRY = Geometry(5, (1, 3), 2, 8)
 SLOTS = 16
-
-
-@dataclass
-class Queue:
-    """Stands where the shipper does."""
-
-    landings: list[LandingStep] = field(default_factory=list)
-    plans: list[StepPlan] = field(default_factory=list)
-
-    def put(self, step: LandingStep) -> None:
-        self.landings.append(step)
-
-    def lost(self, plan: StepPlan) -> None:
-        self.plans.append(plan)
 
 
 def _pipeline() -> tuple[CapturePipeline, Queue]:
