@@ -49,9 +49,9 @@ def _load_word(base, offset, mask, WORD: tl.constexpr):
     return value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "pad_slot", "num_experts"])
 def _commit(
-    table,  # int64 [3, M]: address, row stride in elements, columns that hold ids (0: the layer did not report)
+    table,  # int64 [3 x M]: address, row stride in elements, columns that hold ids (0: the layer did not report)
     slots,
     positions,
     input_ids,
@@ -126,7 +126,7 @@ def _commit(
         tl.store(store_positions + slot, position, mask=real_t)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "max_commit", "num_slots"])
 def _read(
     asked,  # int32 [3, N]: slot, token id, position
     store_rows,
@@ -175,7 +175,7 @@ def commit(
     num_tokens: int,
     layout: RecordLayout,
 ) -> None:
-    """Launch the commit of `num_tokens` rows on the current stream. table: int64 [3, moe_layers] on the device."""
+    """Launch the commit of `num_tokens` rows on the current stream. table: int64 [3 x moe_layers] on the device."""
     geometry = layout.geometry
     layers, top_k = geometry.row_shape
     tokens_each, warps = (2, 4) if num_tokens <= _SMALL else (4, 8)

@@ -15,7 +15,7 @@ _CAPTURED: Final = 256
 
 
 class AddressTables:
-    """Tables int64 [3, moe_layers]: address, row stride in elements, columns that hold ids.
+    """Tables int64 [3 x moe_layers]: address, row stride in elements, columns that hold ids.
 
     A table that a captured graph reads is never used for anything else; it is zero, "no layer reported", until `fill`.
     So a replay that comes before it finds nothing rather than an address of somebody else.
@@ -41,7 +41,7 @@ class AddressTables:
         index = len(self._known) if len(self._known) < _EAGER else self._known.popitem(last=False)[1]
         self._known[key] = index
         host, table = self._eager_host[index], self._eager[index]
-        host.view(-1).copy_(torch.tensor(key, dtype=torch.int64))
+        host.copy_(torch.tensor(key, dtype=torch.int64))
         table.copy_(host, non_blocking=True)
         return table
 
@@ -52,7 +52,7 @@ class AddressTables:
         if slab >= len(self._graphs):
             raise RuntimeError(f"{self._used} graphs were captured without a step between them")
         table, host = (each[at] for each in self._graphs[slab])
-        host.view(-1).copy_(torch.tensor(_addresses(kept, top_k), dtype=torch.int64))
+        host.copy_(torch.tensor(_addresses(kept, top_k), dtype=torch.int64))
         self._unfilled.append(self._used)
         self._used += 1
         return table
@@ -72,9 +72,12 @@ class AddressTables:
         return bool(self._unfilled)
 
     def _slab(self, count: int) -> tuple[Tensor, Tensor]:
-        shape = (count, 3, self._layers)
+        # Each begins at a multiple of 16 bytes: a kernel is compiled anew for an address that does not.
+        words = 3 * self._layers + (3 * self._layers) % 2
+        shape = (count, words)
         host = torch.zeros(shape, dtype=torch.int64, pin_memory=self._pinned)
-        return torch.zeros(shape, dtype=torch.int64, device=self._device), host
+        device = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        return device[:, : 3 * self._layers], host[:, : 3 * self._layers]
 
 
 def _addresses(kept: Sequence[Tensor | None], top_k: int) -> tuple[int, ...]:

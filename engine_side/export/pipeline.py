@@ -103,27 +103,33 @@ class CapturePipeline:
     def end(self, batch: ScheduledBatch | DecodeBatch, hits: PrefixHits | None = None) -> None:
         """Ship the step begun last. Raises CaptureError when it could not be committed, PinnedFull when it could not be
         taken over: its rows are declared lost then, and the engine goes on."""
-        plan = self.planner.plan(batch, self._version)
+        left = [self.planner.plan(batch, self._version)]
+        if hits is not None and hits.lives:
+            left += self.planner.prefix_hits(hits.lives, hits.starts, hits.counts, self._exporter.rows_per_chunk)
+        self._shipper.quiet = True
+        try:
+            self._put_step(left[0])
+            del left[0]
+            if hits is not None and left:
+                self._put_prefix(hits, left)
+        except Exception:
+            for plan in left:
+                self.lost_steps += 1
+                self._shipper.lost(plan)
+            raise
+
+    def _put_step(self, plan: StepPlan) -> None:
         total = int(plan.offsets[-1])
         if self.failed is not None:
-            self._lose(plan)
             raise self.failed
         if total > self.recorder.max_tokens:
-            self._lose(plan)
             raise CaptureError(f"the step has {total} tokens, the rows of a forward only {self.recorder.max_tokens}")
-        try:
-            landing = self._exporter.export(plan, self.recorder.rows(total))
-        except Exception:
-            self._lose(plan)
-            raise
-        self._shipper.quiet = True
-        self._shipper.put(landing)
+        self._shipper.put(self._exporter.export(plan, self.recorder.rows(total)))
         self.steps += 1
-        if hits is not None and hits.lives:
-            self._read(hits)
 
-    def _read(self, hits: PrefixHits) -> None:
-        """Rows that some other forward computed, read behind this step's commit, in bounded chunks."""
+    def _put_prefix(self, hits: PrefixHits, plans: list[StepPlan]) -> None:
+        """Rows that some other forward computed, read behind this step's commit, in bounded chunks: takes the plans
+        that it has put out of `plans`."""
         assert self.store is not None
         slots, tokens = np.concatenate(hits.slots), np.concatenate(hits.tokens)
         counts = np.asarray(hits.counts)
@@ -132,23 +138,12 @@ class CapturePipeline:
         positions = np.arange(len(slots)) + np.repeat(shift, counts)
         asked = np.stack([slots, tokens, positions]).astype(np.int32)
         at = 0
-        plans = self.planner.prefix_hits(hits.lives, hits.starts, hits.counts, self._exporter.rows_per_chunk)
-        for plan in plans:
-            count = int(plan.offsets[-1])
+        while plans:
+            count = int(plans[0].offsets[-1])
             part = np.ascontiguousarray(asked[:, at : at + count])
+            self._shipper.put(self._exporter.read(plans[0], self.store, part, self.recorder.commit_no))
             at += count
-            try:
-                landing = self._exporter.read(plan, self.store, part, self.recorder.commit_no)
-            except Exception:
-                # The chunks behind it are not read either.
-                for each in (plan, *plans):
-                    self._lose(each)
-                raise
-            self._shipper.put(landing)
-
-    def _lose(self, plan: StepPlan) -> None:
-        self.lost_steps += 1
-        self._shipper.lost(plan)
+            del plans[0]
 
     # ------------------------------------------------------------------ blocks and ends
 

@@ -163,7 +163,7 @@ class Shipper:
                 return
             if took:
                 busy_until = now + _BUSY_S
-            if now < busy_until and not blocked:
+            if now < busy_until and not blocked and self._stream.welcomed:
                 self._nap(busy_until)
                 continue
             poller.modify(self._socket, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
@@ -188,7 +188,8 @@ class Shipper:
                     return
             elif now > until:
                 return
-            if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+            events = self._socket.getsockopt(zmq.EVENTS)
+            if isinstance(events, int) and events & zmq.POLLIN:
                 self._receive()
                 return
             time.sleep(_NAP_S)

@@ -228,10 +228,10 @@ class _Ringed(StepExporter):
         if self._stream is not None:
             return super()._copy(records)
         assert self.pool is not None
-        pool, nbytes = self.pool, records.numel()
-        buffer = pool.take(nbytes)
-        buffer[:nbytes].copy_(records.view(-1))
-        return buffer.numpy(), nothing, lambda: pool.give(buffer), None
+        pool, buffer = self.pool, self.pool.take(records.numel())
+        target, columns = buffer.views(self._layout, len(records))
+        target.copy_(records)
+        return columns, nothing, lambda: pool.give(buffer), None
 
 
 def _ringed(buffers: int) -> tuple[CapturePipeline, Queue]:
