@@ -45,8 +45,7 @@ def _step(step: int, life: str, start: int, rows: np.ndarray, opens: str | None)
 def test_collector_comes_later_than_the_engine(
     tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_side.shipping.shipper._SILENT_S", 0.2, raising=False)
-    monkeypatch.setattr("engine_side.shipping.stream.SILENT_S", 0.2, raising=False)
+    monkeypatch.setattr("engine_side.shipping.shipper._SILENT_S", 1.5)
     rows = random_rows(np.random.default_rng(seed), SMALL, 50)
     shipper = Shipper(f"ipc://{tmp_path}/engines.sock", SMALL, "early")
     with caplog.at_level(logging.WARNING):
