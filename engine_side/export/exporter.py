@@ -14,7 +14,7 @@ from engine_side.capture.recorder import StepRows
 from engine_side.capture.records import Columns, RecordLayout
 from engine_side.capture.slot_store import SlotStore
 from engine_side.export.landing import LandingStep
-from engine_side.export.pinned import PinnedPool
+from engine_side.export.pinned import Pinned, PinnedPool
 from engine_side.export.plan import StepPlan
 
 CHUNK_BYTES: Final = 32 << 20
@@ -42,8 +42,8 @@ class StepExporter:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.pool = PinnedPool() if device.type == "cuda" else None
         self._committed = torch.cuda.Event() if device.type == "cuda" else None
-        self._step_copied: torch.cuda.Event | None = None
-        self._chunk_copied: torch.cuda.Event | None = None
+        self._step: Pinned | None = None
+        self._prefix: Pinned | None = None
         self._chunk: Tensor | None = None
         self._asked: Tensor | None = None
 
@@ -54,12 +54,11 @@ class StepExporter:
 
     def before_commit(self) -> None:
         """Have the current stream wait for the copy of the last step's rows: call it before the next forward."""
-        if self._step_copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._step_copied)
+        self._wait_for(self._step)
 
     def export(self, plan: StepPlan, rows: StepRows) -> LandingStep:
         """A landing step for `plan`; the copy starts behind what the current stream holds. Raises PinnedFull."""
-        columns, wait, free, self._step_copied = self._copy(rows.records)
+        columns, wait, free, self._step = self._copy(rows.records)
         return LandingStep(
             plan, columns.rows, columns.token_ids, columns.positions, columns.status, None, wait, free,
             columns.stamps, rows.commit_no,
@@ -70,12 +69,11 @@ class StepExporter:
         ids, positions. Raises PinnedFull."""
         count = asked.shape[1]
         chunk = self._chunk_of(count)
-        if self._chunk_copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._chunk_copied)
+        self._wait_for(self._prefix)
         on_device, give = self._upload(asked)
         try:
             store.read(on_device, max_commit, chunk)
-            columns, wait, free, self._chunk_copied = self._copy(chunk[:count])
+            columns, wait, free, self._prefix = self._copy(chunk[:count])
         except BaseException:
             give()
             raise
@@ -87,6 +85,11 @@ class StepExporter:
         return LandingStep(
             plan, columns.rows, columns.token_ids, columns.positions, columns.status, columns.versions, wait, free_both
         )
+
+    def _wait_for(self, copied: Pinned | None) -> None:
+        """Have the current stream wait until `copied` has landed, unless it is known to have."""
+        if copied is not None and copied.on_its_way and copied.landed is not None:
+            torch.cuda.current_stream(self._device).wait_event(copied.landed)
 
     def drain(self) -> None:
         """Wait until every copy has landed: before what they read is freed."""
@@ -114,7 +117,7 @@ class StepExporter:
         on_device.copy_(host, non_blocking=True)
         return on_device, lambda: pool.give(buffer)
 
-    def _copy(self, records: Tensor) -> tuple[Columns, Callable[[], None], Callable[[], None], torch.cuda.Event | None]:
+    def _copy(self, records: Tensor) -> tuple[Columns, Callable[[], None], Callable[[], None], Pinned | None]:
         """Records [n, stride] on their way: where they land, what waits for them, what gives that memory back."""
         if self._stream is None or self.pool is None:
             return self._layout.split(records.clone().numpy(), len(records)), nothing, nothing, None
@@ -133,4 +136,4 @@ class StepExporter:
             landed.record(self._stream)
         finally:
             torch.cuda.set_stream(current)
-        return columns, landed.synchronize, lambda: pool.give(buffer), landed
+        return columns, landed.synchronize, lambda: pool.give(buffer), buffer

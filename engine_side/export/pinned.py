@@ -29,12 +29,14 @@ class Pinned:
     An engine's decode steps are nearly all of one size, so the views of the last one are kept: making them takes 10 us.
     """
 
-    __slots__ = ("_columns", "_count", "_part", "array", "landed", "memory")
+    __slots__ = ("_columns", "_count", "_part", "array", "landed", "memory", "on_its_way")
 
     def __init__(self, size: int, pin: bool) -> None:
         self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
         self.array: NDArray[np.uint8] = self.memory.numpy()
         self.landed = torch.cuda.Event() if pin else None
+        self.on_its_way = True
+        """Until it is given back: whoever does that has seen the copy land."""
         self._count = -1
         self._part: Tensor = self.memory
         self._columns: Columns | None = None
@@ -65,7 +67,9 @@ class PinnedPool:
         size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
         with self._lock:
             if free := self._free.get(size):
-                return free.pop()
+                buffer = free.pop()
+                buffer.on_its_way = True
+                return buffer
             if self.held_bytes + size > self.budget:
                 self._shrink()
             if self.held_bytes + size > self.budget:
@@ -78,6 +82,7 @@ class PinnedPool:
     def give(self, buffer: Pinned) -> None:
         """Take a buffer back that nothing reads or writes any more."""
         with self._lock:
+            buffer.on_its_way = False
             self._free.setdefault(len(buffer.array), []).append(buffer)
 
     def _shrink(self) -> None:
