@@ -10,7 +10,7 @@ import torch
 
 from engine_side.capture.coverage import Way, poison, prove_coverage
 from engine_side.capture.recorder import StepRows
-from engine_side.engines.transformers.compat import buffer_pairs, made_up_requests
+from engine_side.engines.transformers.compat import buffer_pairs, clear_pages, made_up_requests
 from engine_side.engines.transformers.processor import ProcessorCapture
 
 _PREFILL, _CHUNK, _BATCH = 8, 5, 3
@@ -72,10 +72,8 @@ class _Way:
         try:
             if len(futures) < self.count:
                 raise RuntimeError(f"the cache has no room for {self.count} requests of {self.new + self.past} tokens")
-            if self.past:
-                # What lies in blocks that nobody has written may be anything, and sampling would stop at a NaN.
-                self._forward(futures, 0, self.past)
-                self.poison()
+            # Their past is made up too: what lay in its pages may be no number, which sampling does not survive.
+            clear_pages(cache, [future.state.request_id for future in futures])
             self._forward(futures, self.past, self.new)
         finally:
             for future in futures:

@@ -124,6 +124,15 @@ def made_up_requests(cache: Any, count: int, new: int, past: int) -> list[Any]:
     return found
 
 
+def clear_pages(cache: Any, requests: Sequence[str]) -> None:
+    """Zero the cached keys and values of `requests`: 5.17 leaves pages that nobody wrote as the allocator gave them."""
+    for manager in getattr(cache, "group_cache_managers", ()):
+        blocks = [block for request in requests for block in manager.block_table.get(request, ())]
+        with torch.inference_mode():  # the only mode that may write to tensors of either mode
+            for tensor in (*cache.key_cache, *cache.value_cache):
+                tensor.view(-1, cache.block_size, *tensor.shape[1:])[blocks] = 0
+
+
 def refuse_model(model: Any) -> None:
     """Refuse what a model and its config show. Raises CaptureRefused."""
     require(model_facts(model))
