@@ -20,9 +20,11 @@ from engine_side.capture.hooks import find_routers, geometry_of, hooked
 from engine_side.capture.records import RecordLayout
 from engine_side.engines.transformers.canary import prove
 from engine_side.engines.transformers.compat import (
+    engine_facts,
     refuse_engine,
     refuse_model,
 )
+from engine_side.engines.transformers.declared import DeclaredBytes, declaring
 from engine_side.engines.transformers.lives import Lives, Names
 from engine_side.engines.transformers.processor import ProcessorCapture
 from engine_side.engines.transformers.stats import CaptureStats
@@ -175,7 +177,10 @@ class RouteCapture:
         make_processor = manager._create_batch_processor
 
         def create() -> Any:
-            processor = make_processor()
+            config = manager.continuous_batching_config
+            declared = DeclaredBytes.of(self._layout, engine_facts(config, 1).compiled)
+            with declaring(declared, config):
+                processor = make_processor()
             with self._lock:
                 if not self._closed and "_generation_step" not in vars(processor):
                     self._capture(processor)
