@@ -9,6 +9,10 @@ class CaptureError(R3Error):
     """A commit whose inputs contradict each other; the step is lost, the engine goes on."""
 
 
+class EngineRunning(CaptureError):
+    """Memory that a running engine uses cannot be let go: stop it first."""
+
+
 class CaptureRefused(R3Error):
     """A model, engine version or configuration whose routes could be incomplete or wrong.
 

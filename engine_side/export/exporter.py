@@ -96,6 +96,10 @@ class StepExporter:
         if self._stream is not None:
             self._stream.synchronize()
 
+    def drop(self) -> None:
+        """Let go of the device, behind `drain`: steps that were handed over refer to this exporter until they left."""
+        self._chunk = self._asked = None
+
     def _chunk_of(self, count: int) -> Tensor:
         if self._chunk is None or len(self._chunk) < count:
             size = min(self.rows_per_chunk, 1 << (count - 1).bit_length())

@@ -161,6 +161,7 @@ class CapturePipeline:
         """Let go of the device, once no graph that commits can be replayed any more: what is on its way lands first,
         and nothing of before crosses into what comes after."""
         self.drain()
+        self._exporter.drop()
         self.recorder.drop()
         self.recorder.store = None
         self.store = None

@@ -201,6 +201,7 @@ def test_nothing_of_before_sleep_crosses_into_what_wakes(seed: int) -> None:
         pipeline.free()
         assert pipeline.store is None
         assert pipeline.recorder.store is None
+        assert pipeline.nbytes == pipeline.recorder.nbytes
         # What was on its way landed all the same.
         queue.landings[2].wait()
         assert not queue.landings[2].status.any()

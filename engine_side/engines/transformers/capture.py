@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import socket
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine_side.capture import compiled
-from engine_side.capture.errors import CaptureError, CaptureRefused
+from engine_side.capture.errors import CaptureError, CaptureRefused, EngineRunning
 from engine_side.capture.hooks import find_routers, geometry_of, hooked
 from engine_side.capture.records import RecordLayout
 from engine_side.engines.transformers.canary import prove
@@ -59,6 +60,7 @@ class RouteCapture:
         self._drain_s = drain_s
         self._installed = ExitStack()
         self._processors: list[weakref.ref[ProcessorCapture]] = []
+        self._stopped: list[weakref.ref[Any]] = []
         self._counts = CaptureStats()
         self._managers: list[weakref.ref[Any]] = []
         self._names = Names()
@@ -165,6 +167,26 @@ class RouteCapture:
             raise CaptureError(f"a weight version is in [0, {MAX_WEIGHT_VERSION}], got {version}")
         self._weight_version = version
 
+    def sleep(self) -> None:
+        """Let go of all device memory that capture holds, and of every cache of this block's engines: to give the
+        device to a trainer. Stop the engines first, or this raises EngineRunning and leaves all as it is.
+
+        Copies on their way to the host land before that; the shipper goes on with them meanwhile. A manager that was
+        kept for the next session loses its cache, whose rows are here. Nothing has to be called to wake up: the next
+        engine makes a cache and a store of its own, whose bytes are declared and whose ways of executing are proven
+        again. No row of before is in it. Call `set_weight_version` before, where weights changed.
+        """
+        with self._lock:
+            managers = [each for reference in self._managers if (each := reference()) is not None]
+            if any(manager.is_running() for manager in managers):
+                raise EngineRunning("an engine of this block is running: stop its manager, then sleep")
+            for manager in managers:
+                self._let_go(manager.batch_processor)
+                manager.batch_processor = None
+                manager.warmed_up = False
+            self._free_stopped()
+        _collect()
+
     def stats(self) -> CaptureStats:
         """Counters of this block, the shipper's included."""
         return self._counts.with_shipper(self._shipper.stats())
@@ -193,6 +215,9 @@ class RouteCapture:
             stop(*args, **kwargs)
             if manager.batch_processor is None and not manager.is_running():
                 self._let_go(processor)
+                # The engine gave memory back to the device while capture still held its processor.
+                del processor
+                _collect()
 
         manager._create_batch_processor = create
         manager.stop = stop_and_let_go
@@ -229,3 +254,19 @@ class RouteCapture:
             if each.processor is processor:
                 each.close()
         self._processors = [weakref.ref(each) for each in captured if each.processor is not processor]
+        # Somebody may hold it: what it keeps on the device waits for `sleep`.
+        self._stopped = [each for each in self._stopped if each() is not None]
+        self._stopped += [weakref.ref(processor)] if processor is not None else []
+
+    def _free_stopped(self) -> None:
+        for reference in self._stopped:
+            if (processor := reference()) is not None:
+                ProcessorCapture.free(processor)
+        self._stopped = []
+
+
+def _collect() -> None:
+    """Have what nobody holds any more leave the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

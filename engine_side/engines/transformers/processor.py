@@ -65,10 +65,18 @@ class ProcessorCapture:
 
     def close(self) -> None:
         """Undo what was wrapped. Lives that have not ended are lost with the shipper's goodbye. The device memory goes
-        with the processor: graphs that commit may still be replayed."""
+        with the processor, or with `free`: graphs that commit may still be replayed."""
         self._installed.close()
         self.pipeline.drain()
         self.processor.r3_pipeline = self.pipeline
+
+    @staticmethod
+    def free(processor: Any) -> None:
+        """Let go of the device memory of a processor whose capture is closed, and of the graphs that commit into it."""
+        pipeline = vars(processor).pop("r3_pipeline", None)
+        if pipeline is not None:
+            forget_graphs(processor.inputs_and_outputs)
+            pipeline.free()
 
     def forget(self) -> None:
         """What ran until now was nobody's request: nothing of it is ever read."""
