@@ -101,9 +101,19 @@ def _ranks_found(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(distributed.DistributedHelper, "__init__", init)
 
 
-def _ranks_found_and_proven(model: Any, patch: pytest.MonkeyPatch) -> None:
+def _ranks_found_unproven(model: Any, patch: pytest.MonkeyPatch) -> None:
     _ranks_found(model, patch)
-    patch.setattr(compat, "RANK_ZERO_SHIPS", True)
+    patch.setattr(compat, "RANK_ZERO_SHIPS", False)
+
+
+def _spread_unproven(model: Any, patch: pytest.MonkeyPatch) -> None:
+    _spread(tp_size=2)(model, patch)
+    patch.setattr(compat, "RANK_ZERO_SHIPS", False)
+
+
+def _routers_renumber(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """The plan of expert parallelism in 5.17, which puts this around each router's forward."""
+    patch.setattr(model, "_tp_plan", {**(model.tp_plan or {}), "model.layers.*.mlp.gate": "ep_router"}, raising=False)
 
 
 def _version(_model: Any, patch: pytest.MonkeyPatch) -> None:
@@ -118,10 +128,12 @@ def _as_it_is(_model: Any, _patch: pytest.MonkeyPatch) -> None:
 SHOWN: list[tuple[str, Callable[[Any, pytest.MonkeyPatch], Any], dict[str, Any]]] = [
     ("engine_version", _version, {}),
     ("pipeline_parallel", _spread(pp_size=2), {}),
-    ("tensor_parallel_unproven", _spread(tp_size=2), {}),
-    ("tensor_parallel_unproven", _ranks_found, {}),
-    ("tensor_parallel", _ranks_found_and_proven, {}),
+    ("tensor_parallel_unproven", _spread_unproven, {}),
+    ("tensor_parallel_unproven", _ranks_found_unproven, {}),
+    ("tensor_parallel", _spread(tp_size=2), {}),
+    ("tensor_parallel", _ranks_found, {}),
     ("dp_attention", _spread(ep_size=2, fsdp_size=2), {}),
+    ("physical_experts", _routers_renumber, {}),
     ("kv_offload", _as_it_is, {"cpu_offload_space": None}),
     ("kv_offload", _as_it_is, {"cpu_offload_space": 0.5}),
     ("sliding_window_only", _config(layer_types=["sliding_attention"] * 8), {}),
@@ -144,7 +156,6 @@ NOT_SHOWN = {
     "prefill_context_parallel": "the engine has none",
     "dp_attention_sliced": "nothing claims it for this engine",
     "dummy_batches": "dummy tokens go to a page of their own",
-    "physical_experts": "routers return logical ids; experts are spread behind them",
     "disaggregated": "the engine has none",
     "kv_transfer": "the engine has none",
     "no_token_slots": "the paged cache always names slots",
@@ -194,7 +205,7 @@ def test_the_entry_points_show_the_row(
         with block:
             # What the model shows is refused by then: only settings and ranks can be refused in the block.
             if BY_KEY[key].action is Action.REFUSE:
-                assert settings or prepare is _ranks_found
+                assert settings or prepare is _ranks_found_unproven
             model.init_continuous_batching(
                 generation_config=generation(), continuous_batching_config=batching(**settings)
             )

@@ -44,6 +44,9 @@ def capture_routes(
     Request ids are the engine's own; with num_return_sequences=n > 1 they are `protocol.ids.sibling_id(id, i)` with
     i = 0 for the request itself and 1 to n-1 for its children.
 
+    A model that tensor parallelism spreads over several ranks: enter the block on every rank, with the same arguments.
+    Rank 0 ships; the others set no hook and hold no row, but leave the same room for rows in their KV caches.
+
     Raises CaptureRefused, before anything is installed, for a model, version or configuration that it cannot vouch for.
     """
     if not enabled:

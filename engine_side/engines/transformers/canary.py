@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 
 from engine_side.capture.coverage import Way, poison, prove_coverage
 from engine_side.capture.recorder import StepRows
-from engine_side.engines.transformers.compat import buffer_pairs, clear_pages, made_up_requests
+from engine_side.engines.transformers.compat import buffer_pairs, clear_pages, forget_graphs, made_up_requests
 from engine_side.engines.transformers.processor import ProcessorCapture
+from engine_side.engines.transformers.streams import OnStream
 
 _PREFILL, _CHUNK, _BATCH = 8, 5, 3
 
@@ -22,15 +24,44 @@ def prove(captured: ProcessorCapture, model: Any) -> None:
     # One stream for all of it: what poisons, what runs and what reads.
     with captured.stream:
         try:
-            prove_coverage(captured.pipeline.recorder.geometry, list(_ways(captured, model)))
+            ways = [_way(captured, forward) for forward in _forwards(captured.processor, model)]
+            prove_coverage(captured.pipeline.recorder.geometry, ways)
         finally:
             captured.forget()
 
 
-def _ways(captured: ProcessorCapture, model: Any) -> Iterator[Way]:
+def accompany(processor: Any, model: Any) -> None:
+    """Run what `prove` runs on rank 0, on a rank that captures nothing: their forwards meet in collectives, and draw
+    the same random numbers."""
+    io = processor.inputs_and_outputs
+    # As rank 0 does: where one captures a graph, none may replay an older one.
+    forget_graphs(io)
+    with OnStream(io.compute_stream):
+        for forward in _forwards(processor, model):
+            # Rank 0 met it as well, at the same place, and says what it means.
+            with suppress(RuntimeError):
+                forward.run()
+    if hasattr(io, "io_pairs"):
+        io.current_pair = 0
+
+
+def _way(captured: ProcessorCapture, forward: _Forward) -> Way:
+    pipeline = captured.pipeline
+
+    def run() -> StepRows:
+        """Raises RuntimeError where the cache is too small for it, CaptureError for a bad commit."""
+        pipeline.idle()
+        forward.run()
+        if pipeline.failed is not None:
+            raise pipeline.failed
+        return pipeline.recorder.rows(forward.num_tokens)
+
+    return Way(forward.name, forward.num_tokens, run, lambda: poison(pipeline.recorder.rows(forward.num_tokens)))
+
+
+def _forwards(processor: Any, model: Any) -> Iterator[_Forward]:
     """A prefill, a chunk behind a cached prefix, the decode of one token and of a batch, on each set of input buffers,
     twice where the second run replays what the first captured."""
-    processor = captured.processor
     limit, pairs = processor.cache.max_batch_tokens, buffer_pairs(processor.inputs_and_outputs)
     config = processor.model_runner.cb_config
     graphs = any(config.cuda_graph_booleans)
@@ -45,13 +76,13 @@ def _ways(captured: ProcessorCapture, model: Any) -> Iterator[Way]:
         for name, count, new, past in shapes:
             for replay in (False, True) if graphs else (False,):
                 words = (name, "captured graph" if replay else "", f"buffers {pair}" if len(pairs) > 1 else "")
-                way = _Way(captured, model, pair, count, new, past)
-                yield Way(", ".join(filter(None, words)), way.num_tokens, way.run, way.poison)
+                yield _Forward(", ".join(filter(None, words)), processor, model, pair, count, new, past)
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    captured: ProcessorCapture
+class _Forward:
+    name: str
+    processor: Any
     model: Any
     pair: int
     count: int
@@ -62,41 +93,28 @@ class _Way:
     def num_tokens(self) -> int:
         return self.count * self.new
 
-    def poison(self) -> None:
-        poison(self.captured.pipeline.recorder.rows(self.num_tokens))
-
-    def run(self) -> StepRows:
-        """One dummy forward. Raises RuntimeError where the cache is too small for it, CaptureError for a bad commit."""
-        cache, pipeline = self.captured.processor.cache, self.captured.pipeline
+    def run(self) -> None:
+        """One dummy forward. Raises RuntimeError where the cache is too small for it."""
+        processor = self.processor
+        cache, io, runner = processor.cache, processor.inputs_and_outputs, processor.model_runner
         futures = made_up_requests(cache, self.count, self.new, self.past)
         try:
             if len(futures) < self.count:
                 raise RuntimeError(f"the cache has no room for {self.count} requests of {self.new + self.past} tokens")
             # Their past is made up too: what lay in its pages may be no number, which sampling does not survive.
             clear_pages(cache, [future.state.request_id for future in futures])
-            self._forward(futures, self.past, self.new)
+            vocabulary = self.model.config.get_text_config().vocab_size
+            for i, future in enumerate(futures):
+                future.state.tokens_to_process = [(7 * t + i) % vocabulary for t in range(self.new)]
+            if hasattr(io, "io_pairs"):
+                io.current_pair = self.pair
+            fast = self.new == 1 and self.past > 0 and buffer_pairs(io)[self.pair].block_table.numel() > 0
+            sizes = runner.maybe_pad_inputs(self.num_tokens, 0 if fast else self.past * self.count, fast)
+            io.prepare_batch_tensors(futures, processor.logit_processor, fast, *sizes, runner.pad_inputs)
+            with torch.no_grad():
+                runner.compute_batch(self.model, io.get_model_kwargs(use_padding=runner.pad_inputs))
+            if io.compute_stream is not None:
+                io.compute_stream.synchronize()
         finally:
             for future in futures:
                 cache.free_blocks(future.state.request_id)
-        if pipeline.failed is not None:
-            raise pipeline.failed
-        return pipeline.recorder.rows(self.num_tokens)
-
-    def _forward(self, futures: list[Any], past: int, new: int) -> None:
-        """`new` tokens of each request behind `past` of its own."""
-        processor = self.captured.processor
-        io, runner, count = processor.inputs_and_outputs, processor.model_runner, len(futures)
-        vocabulary = self.model.config.get_text_config().vocab_size
-        for i, future in enumerate(futures):
-            future.query_length, future.state.position_offset = new, past
-            future.state.tokens_to_process = [(7 * (past + t) + i) % vocabulary for t in range(new)]
-        if hasattr(io, "io_pairs"):
-            io.current_pair = self.pair
-        fast = new == 1 and past > 0 and buffer_pairs(io)[self.pair].block_table.numel() > 0
-        sizes = runner.maybe_pad_inputs(count * new, 0 if fast else past * count, fast)
-        self.captured.pipeline.idle()
-        io.prepare_batch_tensors(futures, processor.logit_processor, fast, *sizes, runner.pad_inputs)
-        with torch.no_grad():
-            runner.compute_batch(self.model, io.get_model_kwargs(use_padding=runner.pad_inputs))
-        if io.compute_stream is not None:
-            io.compute_stream.synchronize()

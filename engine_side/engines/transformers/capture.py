@@ -8,7 +8,8 @@ import os
 import socket
 import threading
 import weakref
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,18 +20,19 @@ from engine_side.capture import compiled
 from engine_side.capture.errors import CaptureError, CaptureRefused, EngineRunning
 from engine_side.capture.hooks import find_routers, geometry_of, hooked
 from engine_side.capture.records import RecordLayout
-from engine_side.engines.transformers.canary import prove
+from engine_side.engines.transformers.canary import accompany, prove
 from engine_side.engines.transformers.compat import (
     engine_facts,
     refuse_engine,
     refuse_model,
+    tensor_rank,
 )
 from engine_side.engines.transformers.declared import DeclaredBytes, declaring
 from engine_side.engines.transformers.lives import Lives, Names
 from engine_side.engines.transformers.processor import ProcessorCapture
 from engine_side.engines.transformers.stats import CaptureStats
 from engine_side.engines.transformers.wrapping import replaced
-from engine_side.shipping.shipper import Shipper
+from engine_side.shipping.shipper import Shipper, ShipperStats
 from protocol.limits import MAX_WEIGHT_VERSION
 
 _SLOTS, _PAGES = 0, 1
@@ -54,13 +56,18 @@ class RouteCapture:
         self._layout = RecordLayout.of(self.geometry)
         if (cached := getattr(model, "_cached_continuous_batching_manager", None)) is not None:
             refuse_engine(cached.continuous_batching_config, cached.distributed_helper.tp_size)
+        # Ranks that a model is spread over see the same tokens and choose alike: one of them ships.
+        self.ships = tensor_rank(model) == 0
         self._weight_version = 0
         name = engine_id or f"{socket.gethostname()}-{os.getpid()}"
-        self._shipper = Shipper(collector, self.geometry, name, window_cap_bytes=window_cap_bytes)
+        self._shipper = (
+            Shipper(collector, self.geometry, name, window_cap_bytes=window_cap_bytes) if self.ships else None
+        )
         self._drain_s = drain_s
         self._installed = ExitStack()
         self._processors: list[weakref.ref[ProcessorCapture]] = []
         self._stopped: list[weakref.ref[Any]] = []
+        self._proven: weakref.WeakSet[Any] = weakref.WeakSet()
         self._counts = CaptureStats()
         self._managers: list[weakref.ref[Any]] = []
         self._names = Names()
@@ -115,9 +122,10 @@ class RouteCapture:
 
     def _enter(self) -> Self:
         cached = getattr(self._model, "_cached_continuous_batching_manager", None)
-        keep = compiled.keeper(self._handle, self._token, self._keep)
-        self._installed.enter_context(hooked(self._routers, keep, self.geometry))
-        self._installed.callback(self._model.register_forward_hook(self._commit, with_kwargs=True).remove)
+        if self.ships:
+            keep = compiled.keeper(self._handle, self._token, self._keep)
+            self._installed.enter_context(hooked(self._routers, keep, self.geometry))
+            self._installed.callback(self._model.register_forward_hook(self._commit, with_kwargs=True).remove)
         make_manager = self._model.init_continuous_batching
 
         def init_continuous_batching(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +142,8 @@ class RouteCapture:
         self._installed.enter_context(replaced(self._model, "init_continuous_batching", init_continuous_batching))
         if cached is not None:
             self._watch(cached)
-        self._shipper.start()
+        if self._shipper is not None:
+            self._shipper.start()
         return self
 
     def __exit__(
@@ -152,7 +161,7 @@ class RouteCapture:
                 if (alive := processor()) is not None:
                     alive.close()
         finally:
-            self.drained = self._shipper.close(self._drain_s)
+            self.drained = self._shipper is None or self._shipper.close(self._drain_s)
         if self.refused is not None and error is None:
             # It was raised where the engine starts, in a thread of its own that fails its requests and logs.
             raise self.refused
@@ -189,7 +198,7 @@ class RouteCapture:
 
     def stats(self) -> CaptureStats:
         """Counters of this block, the shipper's included."""
-        return self._counts.with_shipper(self._shipper.stats())
+        return self._counts.with_shipper(ShipperStats() if self._shipper is None else self._shipper.stats())
 
     def _watch(self, manager: Any) -> None:
         """Wrap the manager so that its batch processor is captured from its first step."""
@@ -204,8 +213,8 @@ class RouteCapture:
             with declaring(declared, config):
                 processor = make_processor()
             with self._lock:
-                if not self._closed and "_generation_step" not in vars(processor):
-                    self._capture(processor)
+                if not self._closed and processor not in self._proven:
+                    self._begin(processor, manager.distributed_helper)
             return processor
 
         stop = manager.stop
@@ -226,10 +235,35 @@ class RouteCapture:
         self._managers.append(weakref.ref(manager))
         running = getattr(manager, "batch_processor", None)
         if running is not None:
-            self._capture(running)
+            self._begin(running, manager.distributed_helper)
 
-    def _capture(self, processor: Any) -> None:
-        captured = ProcessorCapture(
+    def _begin(self, processor: Any, ranks: Any) -> None:
+        """Capture a processor, or, on a rank that does not ship, keep step with the one that does."""
+        try:
+            with _agreed(ranks):
+                captured = self._capture(processor)
+            try:
+                with _agreed(ranks):
+                    if captured is not None:
+                        prove(captured, self._model)
+                    else:
+                        accompany(processor, self._model)
+            except BaseException:
+                if captured is not None:
+                    captured.close()
+                raise
+        except CaptureRefused as error:
+            self.refused = error
+            raise
+        self._proven.add(processor)
+        if captured is not None:
+            self._processors = [each for each in self._processors if each() is not None]
+            self._processors.append(weakref.ref(captured))
+
+    def _capture(self, processor: Any) -> ProcessorCapture | None:
+        if self._shipper is None:
+            return None
+        return ProcessorCapture(
             processor,
             self._layout,
             lambda: self._weight_version,
@@ -238,14 +272,6 @@ class RouteCapture:
             Lives(self._serial, self._names),
             self._forward,
         )
-        try:
-            prove(captured, self._model)
-        except CaptureRefused as error:
-            captured.close()
-            self.refused = error
-            raise
-        self._processors = [each for each in self._processors if each() is not None]
-        self._processors.append(weakref.ref(captured))
 
     def _let_go(self, processor: Any) -> None:
         """An engine that stopped for good takes its cache along: its manager's output router must not hold it."""
@@ -263,6 +289,22 @@ class RouteCapture:
             if (processor := reference()) is not None:
                 ProcessorCapture.free(processor)
         self._stopped = []
+
+
+@contextmanager
+def _agreed(ranks: Any) -> Iterator[None]:
+    """What rank 0 raises in the block, every rank raises behind it: none goes on to a collective that another never
+    reaches. ranks: the engine's DistributedHelper."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    said = ranks.tp_broadcast_object_from_rank_0(None if error is None else (str(error), getattr(error, "keys", ())))
+    if error is not None:
+        raise error
+    if said is not None:
+        raise CaptureRefused(*said)
 
 
 def _collect() -> None:

@@ -10,6 +10,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from engine_side.capture.hooks import find_routers, geometry_of, router_names, sizes_of
@@ -23,8 +24,12 @@ except ImportError:  # 5.17
 
 SUPPORTED = ("5.17", "5.24")
 
-RANK_ZERO_SHIPS = False
+RANK_ZERO_SHIPS = True
 """Whether several tensor parallel ranks were shown, on this engine, to choose alike and to ship once."""
+
+_LOCAL_IDS = "ep_router"
+"""Rule of a parallel plan that renumbers what a router returns inside its forward, where no hook sees logical ids: that
+of expert parallelism in 5.17. In 5.24 tokens find the ranks of their experts behind the router."""
 
 
 class PagedSlots:
@@ -171,6 +176,7 @@ def model_facts(model: Any) -> EngineFacts:
         rank_zero_ships=RANK_ZERO_SHIPS,
         # Experts spread over more ranks than share a batch: attention is data parallel over the rest.
         attention_data_ranks=max(1, experts // tensor),
+        physical_expert_ids=_LOCAL_IDS in (getattr(model, "tp_plan", None) or {}).values(),
         full_attention_layers=list(kinds).count("full_attention"),
         num_experts=num_experts,
         top_k=top_k,
@@ -191,6 +197,12 @@ def engine_facts(config: Any, ranks: int) -> EngineFacts:
         compiled=config.varlen_compile_config is not None or config.decode_compile_config is not None,
         async_batching=bool(config.use_async_batching),
     )
+
+
+def tensor_rank(model: Any) -> int:
+    """This process's rank among those that a model's layers are spread over; 0 where they are not."""
+    mesh = DistributedHelper.extract_tp_mesh(getattr(model, "_device_mesh", None))
+    return 0 if mesh is None else int(mesh.get_local_rank())
 
 
 def _ranks(spread: Any, name: str) -> int:
