@@ -13,6 +13,7 @@ from torch import Tensor
 from engine_side.capture.recorder import StepRows
 from engine_side.capture.records import Columns, RecordLayout
 from engine_side.capture.slot_store import SlotStore
+from engine_side.capture.streams import OnStream
 from engine_side.export.landing import LandingStep
 from engine_side.export.pinned import Pinned, PinnedPool
 from engine_side.export.plan import StepPlan
@@ -40,6 +41,7 @@ class StepExporter:
         self._layout = layout
         self.rows_per_chunk = max(1, CHUNK_BYTES // (layout.stride + _ASKED_BYTES))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._on_stream = OnStream(self._stream)
         self.pool = PinnedPool() if device.type == "cuda" else None
         self._committed = torch.cuda.Event() if device.type == "cuda" else None
         self._step: Pinned | None = None
@@ -130,14 +132,9 @@ class StepExporter:
         landed = buffer.landed
         assert landed is not None
         assert self._committed is not None
-        current = torch.cuda.current_stream(self._device)
-        self._committed.record(current)
+        self._committed.record()
         self._stream.wait_event(self._committed)
-        # Setting the stream costs 3 us less than the context manager, each way.
-        torch.cuda.set_stream(self._stream)
-        try:
+        with self._on_stream:
             target.copy_(records, non_blocking=True)
-            landed.record(self._stream)
-        finally:
-            torch.cuda.set_stream(current)
+        landed.record(self._stream)
         return columns, landed.synchronize, lambda: pool.give(buffer), buffer

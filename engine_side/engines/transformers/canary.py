@@ -11,9 +11,9 @@ import torch
 
 from engine_side.capture.coverage import Way, poison, prove_coverage
 from engine_side.capture.recorder import StepRows
+from engine_side.capture.streams import OnStream
 from engine_side.engines.transformers.compat import buffer_pairs, clear_pages, forget_graphs, made_up_requests
 from engine_side.engines.transformers.processor import ProcessorCapture
-from engine_side.engines.transformers.streams import OnStream
 
 _PREFILL, _CHUNK, _BATCH = 8, 5, 3
 

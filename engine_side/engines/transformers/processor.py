@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from engine_side.capture.records import RecordLayout
+from engine_side.capture.streams import OnStream
 from engine_side.engines.transformers.batch import Surveyor
 from engine_side.engines.transformers.compat import PagedSlots, batches_launched, forget_graphs
 from engine_side.engines.transformers.lives import Lives
 from engine_side.engines.transformers.stats import CaptureStats
-from engine_side.engines.transformers.streams import OnStream
 from engine_side.engines.transformers.wrapping import replaced
 from engine_side.export.pipeline import CapturePipeline
 from engine_side.shipping.shipper import Shipper
