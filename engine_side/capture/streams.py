@@ -22,15 +22,19 @@ class OnStream:
         if self._key is not None:
             # What `torch.cuda.current_stream` and `set_stream` call, without the objects they make.
             self._outer.append(torch._C._cuda_getCurrentStream(self._key[1]))
-            torch._C._cuda_setStream(*self._key)
+            _set(*self._key)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._key is not None:
-            torch._C._cuda_setStream(*self._outer.pop())
+            _set(*self._outer.pop())
 
 
 def _key(stream: torch.cuda.Stream) -> tuple[int, int, int]:
     return stream.stream_id, stream.device_index, stream.device_type
+
+
+def _set(stream_id: int, device_index: int, device_type: int) -> None:
+    torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
