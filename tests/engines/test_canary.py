@@ -10,6 +10,8 @@ import torch
 from engine_side.capture.errors import CaptureRefused
 from engine_side.engines.transformers import canary, capture_routes
 from tests.engines.running import batching, generation
+from tests.harness.daemon import RunningDaemon
+from tests.harness.tiny import prompts
 
 
 def _start(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> dict[str, int]:
@@ -65,3 +67,16 @@ def test_an_engine_whose_single_tokens_route_outside_the_router_does_not_start(
     with pytest.raises(CaptureRefused, match="decode of one token: layer 4 did not report") as refused:
         _start(model, monkeypatch)
     assert "in 1 of 4 ways" in str(refused.value)
+
+
+def test_capture_changes_no_token_that_is_sampled(model: Any, collector: RunningDaemon, seed: int) -> None:
+    """The start-up proof samples too; not from the random numbers that requests are sampled with."""
+    texts = prompts(3, seed)
+    settings = {"generation_config": generation(8), "continuous_batching_config": batching(seed=seed % 1000)}
+    tokens = []
+    for enabled in (False, True):
+        with capture_routes(model, collector.engines, enabled=enabled):
+            outputs = model.generate_batch(texts, **settings)
+        tokens.append([output.generated_tokens for output in outputs.values()])
+    assert tokens[0] == tokens[1]
+    assert len({tuple(each) for each in tokens[0]}) > 1

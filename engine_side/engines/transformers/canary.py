@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ def prove(captured: ProcessorCapture, model: Any) -> None:
     """Run the canary. Raises CaptureRefused naming the ways and layers that do not report. Leaves nothing behind in the
     cache and the slot store; with CUDA graphs, each way is captured first and then replayed."""
     # One stream for all of it: what poisons, what runs and what reads.
-    with captured.stream:
+    with captured.stream, _own_random_numbers(captured.processor):
         try:
             ways = [_way(captured, forward) for forward in _forwards(captured.processor, model)]
             prove_coverage(captured.pipeline.recorder.geometry, ways)
@@ -31,18 +31,25 @@ def prove(captured: ProcessorCapture, model: Any) -> None:
 
 
 def accompany(processor: Any, model: Any) -> None:
-    """Run what `prove` runs on rank 0, on a rank that captures nothing: their forwards meet in collectives, and draw
-    the same random numbers."""
+    """Run what `prove` runs on rank 0, on a rank that captures nothing: their forwards meet in collectives."""
     io = processor.inputs_and_outputs
     # As rank 0 does: where one captures a graph, none may replay an older one.
     forget_graphs(io)
-    with OnStream(io.compute_stream):
+    with OnStream(io.compute_stream), _own_random_numbers(processor):
         for forward in _forwards(processor, model):
             # Rank 0 met it as well, at the same place, and says what it means.
             with suppress(RuntimeError):
                 forward.run()
     if hasattr(io, "io_pairs"):
         io.current_pair = 0
+
+
+def _own_random_numbers(processor: Any) -> AbstractContextManager[None]:
+    """What dummy forwards sample is not taken from what requests will be sampled with."""
+    device = torch.device(processor.model_device)
+    devices = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
+    fork: AbstractContextManager[None] = torch.random.fork_rng(devices=devices)
+    return fork
 
 
 def _way(captured: ProcessorCapture, forward: _Forward) -> Way:
