@@ -21,7 +21,7 @@ def envelope(module: str, records: Iterable[Any], **more: Any) -> dict[str, Any]
     """{command, date, card, versions, records} of a run of `python3 -m module`. records: mappings or dataclasses, of
     the fields of `tests.bench.record.Record` at least. more: further keys."""
     return {
-        "command": " ".join(["python3", "-m", module, *sys.argv[1:]]),
+        "command": " ".join(["python3", "-m", module, *_asked(sys.argv[1:])]),
         "date": date.today().isoformat(),
         "card": card(),
         "versions": versions(),
@@ -60,6 +60,12 @@ def versions() -> dict[str, str]:
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found
+
+
+def _asked(arguments: list[str]) -> list[str]:
+    """Without `--out PATH`, which changes no figure and names a folder of somebody's machine."""
+    at = arguments.index("--out") if "--out" in arguments else len(arguments)
+    return arguments[:at] + arguments[at + 2 :]
 
 
 def _plain(record: Any) -> dict[str, Any]:
