@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-engines bench sim sim-mutants lint format clean distclean
+.PHONY: help setup demo test test-engines test-kernel bench sim sim-mutants lint format clean distclean
 
 # The first Python on the path whose version is supported; `make PYTHON=... ` overrides it.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -26,6 +26,7 @@ help:
 	@echo "make demo          engine, collector and trainer in three processes, proven row by row"
 	@echo "make test          lint, then the default tests"
 	@echo "make test-engines  the engine matrix on every supported version of the engine"
+	@echo "make test-kernel   the GPU kernels in Triton's interpreter;  tests/gpu/run.sh PART on a machine with a GPU"
 	@echo "make bench         figures beside their peers and floors; writes build/bench.json"
 	@echo "make sim           SEEDS=2000 simulated worlds of faults;  make sim-mutants: each rule off is caught"
 	@echo "make lint          ruff and mypy;  make format rewrites the code"
@@ -45,6 +46,13 @@ test-engines: $(VENV)/$(STAMP) $(VENV_517)/$(STAMP)
 	$(VENV)/bin/python -m pytest -m "engines or not engines" tests/engines $(ARGS)
 	@echo "== engine matrix: transformers 5.17.0"
 	$(VENV_517)/bin/python -m pytest -m "engines or not engines" tests/engines tests/gpu $(ARGS)
+
+KERNEL_TESTS := tests/engine_side/test_capture.py tests/engine_side/test_slot_store.py tests/engine_side/test_pipeline.py
+
+# The GPU kernels on a CPU, statement by statement: Triton's interpreter, a gigabyte that nothing else needs.
+test-kernel: $(VENV)/$(STAMP)
+	@test -d build/triton || $(VENV)/bin/pip install --quiet --target build/triton triton==3.9.0
+	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(VENV)/bin/python -m pytest $(KERNEL_TESTS) $(ARGS)
 
 bench: $(VENV)/$(STAMP)
 	@mkdir -p build
