@@ -17,7 +17,7 @@ from engine_side.capture.records import RecordLayout
 from engine_side.capture.slot_store import SlotStore
 from protocol.geometry import Geometry
 from tests.bench.record import Record, show
-from tests.gpu import results
+from tests.gpu import prefix, results
 
 LAYERS, TOP_K, EXPERTS = 62, 8, 250
 TOKENS = (1, 64, 256, 1024, 8192)
@@ -166,6 +166,7 @@ def main() -> None:
     torch.manual_seed(20)
     records = [record for tokens in TOKENS for record in measure(tokens)]
     records.append(state_write())
+    records += prefix.records(torch.device("cuda"))
     results.write(out, "tests.gpu.kernels", records)
     show(records)
 
