@@ -142,3 +142,68 @@ def test_bytes_that_are_no_message_do_not_stop_it(tmp_path: Path, caplog: pytest
         wait_until(lambda: shipper.stats().connected, "the shipper is welcome")
         assert caplog.text.count("the collector sent something else") == 4
         assert shipper.close(5.0)
+
+
+@contextmanager
+def a_busy_shipper(folder: Path) -> Iterator[tuple[Shipper, zmq.Socket[bytes]]]:
+    """Welcomed, and with a step just shipped: it looks for the next one by itself."""
+    with a_router(folder) as router:
+        shipper = Shipper(f"ipc://{folder}/engines.sock", SMALL, "engine")
+        shipper.start()
+        peer, _ = hear(router)
+        router.send_multipart([peer, codec.encode(Welcome("s", 0, 1 << 20))])
+        wait_until(lambda: shipper.stats().connected, "the shipper is welcome")
+        shipper.put(decode("1", 0, opens=((0, "x"),)))
+        wait_until(lambda: shipper.stats().patches == 1, "the first step left")
+        yield shipper, router
+        shipper.close(0.1)
+
+
+def test_while_the_engine_is_at_work_in_python_its_step_is_left_alone_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_side.shipping.shipper._PATIENCE_S", 3600.0)
+    with a_busy_shipper(tmp_path) as (shipper, _):
+        # The nap that it may be in when the flag goes up ends before the next look at the queue.
+        shipper.quiet = True
+        naps: list[float] = []
+        monkeypatch.setattr("engine_side.shipping.shipper.time", _Naps(naps))
+        wait_until(lambda: len(naps) > 2, "it naps")
+        shipper.put(decode("1", 1))
+        seen = len(naps)
+        wait_until(lambda: len(naps) > seen + 5, "it looked at the queue again and again")
+        assert shipper.stats().patches == 1
+        shipper.quiet = False
+        wait_until(lambda: shipper.stats().patches == 2, "the step leaves while the engine waits for its device")
+
+
+class _Naps:
+    """The module `time`, counting naps."""
+
+    def __init__(self, naps: list[float]) -> None:
+        self._naps = naps
+
+    monotonic = staticmethod(time.monotonic)
+
+    def sleep(self, seconds: float) -> None:
+        self._naps.append(seconds)
+        time.sleep(seconds)
+
+
+def test_an_engine_that_never_launches_again_ships_its_last_step_all_the_same(tmp_path: Path) -> None:
+    with a_busy_shipper(tmp_path) as (shipper, _):
+        shipper.quiet = True
+        shipper.put(decode("1", 1))
+        wait_until(lambda: shipper.stats().patches == 2, "the last step leaves")
+
+
+def test_closing_does_not_wait_for_the_engine_to_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine_side.shipping.shipper._PATIENCE_S", 3600.0)
+    with a_busy_shipper(tmp_path) as (shipper, router):
+        shipper.quiet = True
+        shipper.put(decode("1", 1))
+        began = time.monotonic()
+        shipper.close(0.5)
+        assert time.monotonic() - began < 4
+        assert shipper.stats().patches == 2
+        assert router.poll(1000)
