@@ -79,7 +79,16 @@ def test_importing_starts_no_thread_and_opens_no_socket() -> None:
 def test_the_daemon_serves_without_torch(directory: Path) -> None:
     trainers = f"ipc://{directory}/t.sock"
     serve = python(
-        COMMAND, "serve", "--engines", f"ipc://{directory}/e.sock", "--trainers", trainers, "--budget", "64MiB"
+        COMMAND,
+        "serve",
+        "--engines",
+        f"ipc://{directory}/e.sock",
+        "--trainers",
+        trainers,
+        "--budget",
+        "64MiB",
+        "--state",
+        f"{directory}/state",
     )
     with subprocess.Popen(
         serve, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

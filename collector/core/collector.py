@@ -22,9 +22,11 @@ from collector.core.events import (
     Tick,
     ToTrainer,
 )
+from collector.core.journal import Journal
 from collector.core.life import Life, State
 from collector.core.lives import LifeTable
 from collector.core.queries import Queries
+from collector.core.records import Record
 from collector.core.retention import Retention
 from collector.core.serving import gather
 from collector.core.settlement import Settlement
@@ -39,7 +41,8 @@ class Collector:
     """Assembles patches into requests and answers pulls.
 
     buffer: uint8, the whole row memory, mapped by the caller. state_id: a new name for each empty state.
-    `handle` never blocks, never reads a clock and raises only on bugs.
+    `handle` never blocks, never reads a clock and raises only on bugs. After some events the caller takes the record of
+    what they changed, makes it safe and says `Logged(core.record)`: only then is anything acknowledged.
     """
 
     def __init__(
@@ -51,10 +54,12 @@ class Collector:
     ) -> None:
         config = config or CoreConfig()
         self._out: list[Effect] = []
+        self.state_id = state_id
         self.arena = Arena(buffer, page_bytes)
-        self.lives = LifeTable(self.arena, config.max_lives)
-        self.assembly = Assembly(self.arena, self.lives)
-        self.settlement = Settlement(self.assembly, self.lives)
+        self._journal = Journal()
+        self.lives = LifeTable(self.arena, self._journal, config.max_lives, state_id)
+        self.assembly = Assembly(self.arena, self.lives, self._journal)
+        self.settlement = Settlement(self.assembly, self.lives, self._journal)
         self.retention = Retention(config, self.lives)
         self.queries = Queries(config, self.lives, self.assembly, self.retention.was_released, self._out_append)
         self.streams = Streams(
@@ -64,6 +69,7 @@ class Collector:
             self.assembly,
             self.lives,
             self.settlement,
+            self._journal,
             self._out_append,
             self._changed,
         )
@@ -71,8 +77,16 @@ class Collector:
 
     @property
     def record(self) -> int:
-        """Number of the last message applied; `Logged(record)` acknowledges up to it."""
-        return self.streams.record
+        """Number of the last record taken; `Logged(record)` acknowledges what it tells of."""
+        return self._journal.number - 1
+
+    def take_record(self) -> Record | None:
+        """What changed since the last one, None when nothing did."""
+        return self._journal.take(self.lives)
+
+    def checkpoint(self) -> bytes:
+        """A payload that replaces all records taken so far. There may be nothing left to take."""
+        return self._journal.checkpoint(self.lives, self.streams.sessions.values(), self.retention.tombstones)
 
     def geometry_of(self, peer: bytes) -> Geometry | None:
         """The geometry an engine connection said Hello with, or None."""
@@ -99,12 +113,21 @@ class Collector:
         self._out.clear()
         return out
 
-    def gather(self, effect: ServeRoutes) -> NDArray[Any] | None:
-        """The payload of an answer, or None when its rows were released, lost or replaced before it could be sent."""
-        gone = (State.OPEN, State.LOST, State.FAILED)
-        if effect.life.serial not in self.lives.by_serial or effect.life.state in gone:
-            return None
-        return gather(self.assembly, effect.life, effect.header)
+    def gather(self, effect: ServeRoutes, now: float) -> NDArray[Any] | Problem:
+        """The payload of an answer, or why there is none: its rows were released, lost or replaced before it could be
+        sent, or they are not what was written (then the request has failed)."""
+        life, pull = effect.life, effect.pull
+        if life.serial in self.lives.by_serial and life.state not in (State.OPEN, State.LOST, State.FAILED):
+            start = effect.header.row_start
+            if not self.assembly.intact(life, start, start + effect.header.shape[0]).all():
+                self.settlement.corrupt(life, now)
+                self._changed(life, now)
+                return Problem(pull.nonce, codes.FAILED, f"{pull.request_id}: {life.reason}", pull.request_id)
+            found = gather(self.assembly, life, effect.header)
+            if found is not None:
+                return found
+        text = f"{pull.request_id}: released before it could be sent"
+        return Problem(pull.nonce, codes.RELEASED, text, pull.request_id)
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges by stable name."""
@@ -128,8 +151,11 @@ class Collector:
             "requests_released": float(self.retention.released),
             "requests_expired": float(self.retention.expired),
             "arena_bytes": float(self.arena.pages * self.arena.page_bytes),
-            "arena_used_bytes": float((self.arena.pages - self.arena.free_pages) * self.arena.page_bytes),
+            "arena_used_bytes": float(self._used_pages() * self.arena.page_bytes),
         }
+
+    def _used_pages(self) -> int:
+        return self.arena.pages - self.arena.free_pages - self.arena.pages_in_limbo
 
     def _out_append(self, effect: Effect) -> None:
         self._out.append(effect)
@@ -138,7 +164,7 @@ class Collector:
         if life.state is not State.OPEN:
             self.retention.settled(life, now)
         if life.state in (State.LOST, State.FAILED):
-            self.streams.resume()
+            self.streams.eased()
         self.queries.changed(life, now)
 
     def _trainer(self, event: FromTrainer, now: float) -> None:

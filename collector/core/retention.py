@@ -18,7 +18,8 @@ class Retention:
         self._settled: OrderedDict[int, float] = OrderedDict()
         # (life, its mark, when to look again) of lives that may still take rows, soonest first.
         self._watched: deque[tuple[Life, int, float]] = deque()
-        self._tombstones: OrderedDict[str, None] = OrderedDict()
+        self.tombstones: OrderedDict[str, None] = OrderedDict()
+        """Names of what was released or expired, oldest first."""
         self.released = 0
         self.expired = 0
 
@@ -29,7 +30,7 @@ class Retention:
 
     def was_released(self, name: str) -> bool:
         """Whether a request of this name was released or expired."""
-        return name in self._tombstones
+        return name in self.tombstones
 
     def release(self, name: str) -> bool:
         """Forget every settled or open life of `name`. False when there was none."""
@@ -78,7 +79,11 @@ class Retention:
     def _forget(self, life: Life) -> None:
         self._settled.pop(life.serial, None)
         self._lives.close(life)
-        self._tombstones[life.name] = None
-        self._tombstones.move_to_end(life.name)
-        while len(self._tombstones) > self._config.tombstones:
-            self._tombstones.popitem(last=False)
+        self.bury(life.name)
+
+    def bury(self, name: str) -> None:
+        """Remember a name as released."""
+        self.tombstones[name] = None
+        self.tombstones.move_to_end(name)
+        while len(self.tombstones) > self._config.tombstones:
+            self.tombstones.popitem(last=False)

@@ -31,17 +31,19 @@ class Batch:
 @dataclass(slots=True, eq=False)
 class Streak:
     """Decode steps of one batch in a row: where the next row of each life goes, advanced in place. following: int64[n]
-    positions. cell, word: int64[n] of the rows last written, in their pages and in the arena."""
+    positions. cell, word: int64[n] of the rows last written, in their pages and in the arena. place: uint64[n]."""
 
     following: NDArray[np.int64]
     cell: NDArray[np.int64]
     word: NDArray[np.int64]
+    place: NDArray[np.uint64]
 
 
 @dataclass(slots=True, eq=False)
 class Session:
     """What the core knows of one incarnation. `applied` is the last sequence number applied, in order, once."""
 
+    number: int
     incarnation: str
     engine_id: str
     geometry: Geometry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collector.core.assembly import Assembly
+from collector.core.journal import Journal
 from collector.core.life import Life, State
 from collector.core.lives import LifeTable
 from collector.core.serving import digest_of
@@ -13,9 +14,10 @@ from protocol.messages import FinishReason
 class Settlement:
     """Moves lives out of `open`. Lengths count tokens; a life of n tokens has n-1 rows."""
 
-    def __init__(self, assembly: Assembly, lives: LifeTable) -> None:
+    def __init__(self, assembly: Assembly, lives: LifeTable, journal: Journal) -> None:
         self._assembly = assembly
         self._lives = lives
+        self._journal = journal
 
     def finished(self, life: Life, num_tokens: int | None, reason: FinishReason, detail: str, now: float) -> None:
         """The emitter's own finish, behind its last row: a length and an end."""
@@ -57,6 +59,10 @@ class Settlement:
         if life.takes_rows:
             self._close(life, State.LOST, reason, now)
 
+    def corrupt(self, life: Life, now: float) -> None:
+        """Rows of it are not what was written: nothing of it is served any more, whatever it was before."""
+        self._close(life, State.FAILED, "its rows in memory are not what was written there", now)
+
     def _count(self, life: Life, num_tokens: int, now: float) -> None:
         life.num_tokens = num_tokens
         life.missing = self._assembly.missing(life, num_tokens - 1)
@@ -87,6 +93,7 @@ class Settlement:
             return
         if 1 <= num_tokens < life.num_tokens:
             life.num_tokens = num_tokens
+            self._journal.changed(life)
             life.note(now, f"a second finish trims it to {num_tokens} tokens")
             self.refilled(life, now)
         else:
@@ -99,5 +106,6 @@ class Settlement:
 
     def _settle(self, life: Life, state: State, now: float) -> None:
         life.state, life.settled_at = state, now
+        self._journal.changed(life)
         life.note(now, str(state) + (f": {life.reason}" if life.reason else ""))
         life.session.forget_batch()

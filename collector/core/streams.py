@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from collector.core.arena import Arena
 from collector.core.assembly import Assembly
 from collector.core.config import CoreConfig
 from collector.core.events import Effect, FromEngine, PatchArrived, PatchRefused, ToEngine
+from collector.core.journal import Journal
 from collector.core.life import Life
 from collector.core.lives import LifeTable
 from collector.core.sessions import Session
@@ -32,7 +33,7 @@ from protocol.patch import open_loss
 
 class Streams:
     """Sessions and their sequences. `emit` takes effects; `changed` is called with a life whose answer may have
-    changed. Records are numbered: `record` is the number of the last message applied, of any incarnation."""
+    changed. What was applied is acknowledged once the record that tells of it is safe."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class Streams:
         assembly: Assembly,
         lives: LifeTable,
         settlement: Settlement,
+        journal: Journal,
         emit: Callable[[Effect], None],
         changed: Callable[[Life, float], None],
     ) -> None:
@@ -51,15 +53,16 @@ class Streams:
         self._assembly = assembly
         self._lives = lives
         self._settlement = settlement
+        self._journal = journal
         self._emit = emit
         self._changed = changed
         self.sessions: dict[str, Session] = {}
         self.by_peer: dict[bytes, Session] = {}
         self._unacked: dict[Session, None] = {}
-        self._shedding = False
-        self.record = 0
+        self._shedding = self._eased = False
         self.refused = 0
         self.gaps = 0
+        self._numbered = 0
         self.shed = 0
 
     # ------------------------------------------------------------------ messages
@@ -78,6 +81,7 @@ class Streams:
             return
         if not applied:
             session.stalled_at = now
+            self._journal.moved(session)
             self._ack(session)
             return
         session.patches += 1
@@ -165,9 +169,11 @@ class Streams:
             if len(self.sessions) >= self._config.max_sessions and not self._forget_session():
                 self._emit(ToEngine(peer, Refused("sessions", f"{len(self.sessions)} sessions are open")))
                 return
-            session = Session(hello.incarnation, hello.engine_id, geometry, layout, lowest - 1, now)
+            self._numbered += 1
+            session = Session(self._numbered, hello.incarnation, hello.engine_id, geometry, layout, lowest - 1, now)
             session.acked = session.applied
             self.sessions[hello.incarnation] = session
+            self._journal.said_hello(session)
         elif session.geometry != geometry:
             self._emit(ToEngine(peer, Refused("geometry", "an incarnation cannot change its geometry")))
             return
@@ -176,10 +182,13 @@ class Streams:
             self._lose_all(session, "messages acknowledged elsewhere are not in this state", now)
             session.applied = session.acked = lowest - 1
             session.pending.clear()
+            self._journal.moved(session)
         if session.peer is not None:
             self.by_peer.pop(session.peer, None)
         if (other := self.by_peer.get(peer)) is not None:
             other.peer = None
+        if not session.alive:
+            self._journal.moved(session)
         session.peer, session.heard_at, session.alive = peer, now, True
         self.by_peer[peer] = session
         session.stalled_at = None
@@ -216,8 +225,8 @@ class Streams:
     def _applied(self, session: Session, seq: int) -> None:
         session.applied = seq
         session.opening.clear()
-        self.record += 1
-        session.pending.append((self.record, seq))
+        self._journal.moved(session)
+        session.pending.append((self._journal.number, seq))
         self._unacked[session] = None
 
     def _refuse(self, session: Session, seq: int, code: str, message: str) -> None:
@@ -226,8 +235,17 @@ class Streams:
             self._emit(ToEngine(session.peer, Refused(code, message, seq)))
         self._applied(session, seq)
 
+    def restore(self, sessions: Iterable[Session]) -> None:
+        """Sessions that a log tells of: their engines have a whole liveness time to come back."""
+        for session in sessions:
+            self.sessions[session.incarnation] = session
+            self._numbered = max(self._numbered, session.number)
+
     def logged(self, record: int) -> None:
-        """Acknowledge what is safe now: one Ack a session, however many messages."""
+        """Acknowledge what is safe now, one Ack a session, however many messages; take back its pages."""
+        came = self._arena.safe(record)
+        if came or (self._eased and not self._arena.pages_in_limbo):
+            self._resume()
         for session in list(self._unacked):
             while session.pending and session.pending[0][0] <= record:
                 session.acked = session.pending.popleft()[1]
@@ -258,16 +276,22 @@ class Streams:
             if session.alive and now - session.heard_at > self._config.liveness_s:
                 self._die(session, f"its engine was silent for {self._config.liveness_s:g} s", now)
         stalled = [s.stalled_at for s in self.sessions.values() if s.stalled_at is not None]
-        if stalled and (self._shedding or now - min(stalled) >= self._config.grace_s):
+        # What was given up a moment ago is room, as soon as its record is safe.
+        if stalled and not self._eased and (self._shedding or now - min(stalled) >= self._config.grace_s):
             self._shed_youngest(now)
 
     def room(self) -> None:
-        """A release made room: let stalled engines go on."""
+        """Something was released: a next stall waits for its own grace time."""
         self._shedding = False
-        self.resume()
+        self._eased = True
 
-    def resume(self) -> None:
-        """Pages came free without a release: stalled engines try again, the grace time stays spent."""
+    def eased(self) -> None:
+        """A life takes no more rows: what waits for room may need less of it, or find some."""
+        self._eased = True
+
+    def _resume(self) -> None:
+        """Stalled engines try again."""
+        self._eased = False
         for session in self.sessions.values():
             if session.stalled_at is not None:
                 session.stalled_at = None
@@ -287,6 +311,7 @@ class Streams:
     def _die(self, session: Session, why: str, now: float) -> None:
         session.alive = False
         session.stalled_at = None
+        self._journal.moved(session)
         if session.peer is not None:
             self.by_peer.pop(session.peer, None)
             session.peer = None
@@ -303,5 +328,6 @@ class Streams:
         for key, session in self.sessions.items():
             if not session.alive and not session.lives:
                 del self.sessions[key]
+                self._journal.forgot(session)
                 return True
         return False

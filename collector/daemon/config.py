@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import shutil
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from collector.core.arena import PAGE_BYTES
 from collector.core.config import CoreConfig
@@ -21,7 +25,23 @@ class DaemonConfig:
     trainers: str = field(default_factory=trainers_endpoint)
     budget: int = 2 << 30
     page_bytes: int = PAGE_BYTES
+    state: Path | None = None
+    """Directory of what survives `kill -9`, None for nothing."""
+    fsync: bool = False
+    """Whether an acknowledgement also waits for the disk: then it survives a power loss."""
     core: CoreConfig = field(default_factory=CoreConfig)
+
+
+def default_state(engines: str, trainers: str, budget: int) -> Path:
+    """A directory for the daemon of these endpoints: in /dev/shm, or in /var/tmp where that has no room for `budget`
+    bytes. Where one of them is in use already, that one."""
+    key = hashlib.blake2b(f"{engines} {trainers}".encode(), digest_size=6).hexdigest()
+    places = [Path(base) / f"r3-collector-{os.getuid()}" / key for base in ("/dev/shm", "/var/tmp")]
+    for place in places:
+        if (place / "lock").exists():
+            return place
+    shared = places[0].parent.parent
+    return places[0] if shared.is_dir() and shutil.disk_usage(shared).free > budget + (64 << 20) else places[1]
 
 
 def parse_bytes(text: str) -> int:

@@ -10,7 +10,7 @@ import zmq
 from numpy.typing import NDArray
 
 from collector.core.events import ServeRoutes, ToTrainer
-from protocol import codec, codes, limits
+from protocol import codec, limits
 from protocol.messages import Problem
 
 
@@ -18,7 +18,7 @@ class Outbox:
     """Sends to a ROUTER without ever blocking. `dropped` counts answers whose trainer had left, or asked on and
     on and never read."""
 
-    def __init__(self, socket: zmq.Socket[bytes], gather: Callable[[ServeRoutes], NDArray[Any] | None]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], gather: Callable[[ServeRoutes], NDArray[Any] | Problem]) -> None:
         self._socket = socket
         self._gather = gather
         self._queues: dict[bytes, deque[ToTrainer | ServeRoutes]] = {}
@@ -68,8 +68,6 @@ class Outbox:
         if isinstance(effect, ToTrainer):
             return [codec.encode(effect.message)]
         payload = self._gather(effect)
-        if payload is not None:
-            return [codec.encode(effect.header), payload.reshape(-1).view("u1").data]
-        pull = effect.pull
-        text = f"{pull.request_id}: released before it could be sent"
-        return [codec.encode(Problem(pull.nonce, codes.RELEASED, text, pull.request_id))]
+        if isinstance(payload, Problem):
+            return [codec.encode(payload)]
+        return [codec.encode(effect.header), payload.reshape(-1).view("u1").data]

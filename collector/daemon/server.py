@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeAlias
 
-import numpy as np
 import zmq
 
-from collector.core.collector import Collector
 from collector.core.events import Effect, Event, Leave, Logged, Tick, ToEngine, ToTrainer
 from collector.daemon.config import DaemonConfig
 from collector.daemon.endpoints import Bound
-from collector.daemon.errors import StartError
+from collector.daemon.failpoints import reached
 from collector.daemon.ingest import Ingest
 from collector.daemon.outbox import Outbox
+from collector.daemon.state import keeper_for
 from protocol import codec, limits
 from protocol.codec import Buffer
 from protocol.messages import HelloFirst, Problem, Refused
@@ -54,6 +51,8 @@ class Daemon:
         self._stopping = False
         self._over = False
         self._next_tick = 0.0
+        self._effects: list[Effect] = []
+        self._safe = 0
         self.on_ready: Callable[[], object] = lambda: None
 
     # ------------------------------------------------------------------ life cycle
@@ -80,19 +79,10 @@ class Daemon:
         self._trainers = self._router(context, config.trainers, _MAX_TRAINER_FRAME, send_hwm=8)
         self.engines_endpoint = self._engines.endpoint
         self.trainers_endpoint = self._trainers.endpoint
-        if config.budget < config.page_bytes:
-            raise StartError(f"the budget is too small: {config.budget} bytes, one page has {config.page_bytes}")
-        try:
-            memory = mmap.mmap(-1, config.budget, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            # A step's rows go to as many places as it has requests: small pages would miss the TLB at each.
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        except (OSError, ValueError, OverflowError) as error:
-            raise StartError(f"cannot map {config.budget} bytes of row memory: {error}") from None
-        buffer = np.frombuffer(memory, np.uint8)
-        self.core = Collector(buffer, uuid.uuid4().hex, config.core, config.page_bytes)
+        self._keeper = keeper_for(config)
+        self.core = self._keeper.collector(time.monotonic())
         self._ingest = Ingest(self.core.geometry_of)
-        self._outbox = Outbox(self._trainers.socket, self.core.gather)
+        self._outbox = Outbox(self._trainers.socket, lambda effect: self.core.gather(effect, time.monotonic()))
         self._poller = zmq.Poller()
         for source in (self._engines.socket, self._trainers.socket, self._stop_read):
             self._poller.register(source, zmq.POLLIN)
@@ -109,10 +99,12 @@ class Daemon:
         while self._turn(_QUIET_MS) and time.monotonic() < deadline:
             pass
         self._handle(Leave())
+        self._commit()
         while self._outbox.blocked and time.monotonic() < deadline:
             self._turn(5)
         for socket in (self._engines.socket, self._trainers.socket):
             socket.linger = 1_000
+        self._keeper.close(self.core)
         log.info("drained, bye")
 
     def stop(self) -> None:
@@ -131,13 +123,15 @@ class Daemon:
         worked = False
         if self._engines.socket in ready:
             worked = self._take(self._engines.socket, _ENGINE_BURST, self._ingest.from_engine)
-            self._handle(Logged(self.core.record))
+            self._commit()
         if self._trainers.socket in ready:
             worked = self._take(self._trainers.socket, _TRAINER_BURST, self._ingest.from_trainer) or worked
+            self._commit()
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S
             self._handle(Tick())
+            self._commit()
         if self._outbox.blocked:
             self._outbox.flush()
         return worked
@@ -152,22 +146,31 @@ class Daemon:
             peer = frames[0].bytes
             found = decode(peer, [frame.buffer for frame in frames[1:]])
             if isinstance(found, Refused | HelloFirst):
-                self._perform(ToEngine(peer, found))
+                self._effects.append(ToEngine(peer, found))
             elif isinstance(found, Problem):
-                self._perform(ToTrainer(peer, found))
+                self._effects.append(ToTrainer(peer, found))
             else:
                 self._handle(found)
         return True
 
     def _handle(self, event: Event) -> None:
-        for effect in self.core.handle(event, time.monotonic()):
-            self._perform(effect)
+        self._effects += self.core.handle(event, time.monotonic())
 
-    def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, ToEngine):
-            self._send_engine(effect)
-        else:
-            self._outbox.send(effect)
+    def _commit(self) -> None:
+        """Make safe what events changed, then let others hear of it."""
+        if self._keeper.retry():
+            self._safe = self.core.record
+            record = self.core.take_record()
+            if record is not None and self._keeper.save(record):
+                self._safe = record.number
+        self._handle(Logged(self._safe))
+        effects, self._effects = self._effects, []
+        for effect in effects:
+            if isinstance(effect, ToEngine):
+                self._send_engine(effect)
+            else:
+                self._outbox.send(effect)
+        reached("acknowledged")
 
     def _send_engine(self, effect: ToEngine) -> None:
         try:

@@ -54,6 +54,7 @@ def _decode_step(requests: int, seed: int) -> Iterator[Record]:
         if name == "ours":
             core.handle(FromTrainer(b"t", Release(1, tuple(steps.names))), 0.0)
             core.handle(_arrived(steps.opening(block)), 0.0)
+            core.take_record()
             core.handle(Logged(core.record), 0.0)
         elif name == "loop":
             loop.update((name, _Growable(cells)) for name in steps.names)

@@ -36,8 +36,8 @@ from protocol.messages import (
 )
 from tests.harness.patches import SMALL, Seg, frames, rows_lost
 
-PAGE = 64
-"""4 rows of SMALL a page (12 bytes each with their meta), 2 of WIDE: page borders everywhere."""
+PAGE = 96
+"""4 rows of SMALL a page (24 bytes each with meta and seal), 2 of WIDE: page borders everywhere."""
 
 
 class Bench:
@@ -50,16 +50,23 @@ class Bench:
         self.ingest = Ingest(self.core.geometry_of)
         self.now = 100.0
         self.logged = True
+        self.records: list[bytes] = []
         self._nonce = 0
 
     def handle(self, event: Event) -> list[Effect]:
         effects = self.core.handle(event, self.now)
         if self.logged and not isinstance(event, Logged):
+            self.save()
             effects += self.core.handle(Logged(self.core.record), self.now)
         check_invariants(self.core)
         for effect in effects:
             codec.encode(effect.header if isinstance(effect, ServeRoutes) else effect.message)
         return effects
+
+    def save(self) -> None:
+        """Take the record of what changed, as the daemon does before it says `Logged`."""
+        if (record := self.core.take_record()) is not None:
+            self.records.append(record.payload)
 
     def tick(self, seconds: float = 0.0) -> list[Effect]:
         self.now += seconds
@@ -169,7 +176,11 @@ def answers_in(core: Collector, effects: Sequence[Effect]) -> dict[int, Answer]:
     found = {}
     for effect in effects:
         if isinstance(effect, ServeRoutes):
-            found[effect.pull.nonce] = Answer(effect.header, core.gather(effect), list(effects))
+            payload = core.gather(effect, 0.0)
+            if isinstance(payload, Problem):
+                found[effect.pull.nonce] = Answer(payload, None, list(effects))
+            else:
+                found[effect.pull.nonce] = Answer(effect.header, payload, list(effects))
         elif isinstance(effect, ToTrainer):
             found[effect.message.nonce] = Answer(effect.message, None, list(effects))
     return found
@@ -202,7 +213,8 @@ def check_invariants(core: Collector) -> None:
     """What must hold between any two events."""
     lives = list(core.lives)
     owned = [page for life in lives for page in pages_of(life).values()]
-    assert sorted(owned + core.arena._free) == list(range(core.arena.pages)), "a page is lost or owned twice"
+    limbo = [page for _, pages in core.arena._limbo for page in pages]
+    assert sorted(owned + core.arena._free + limbo) == list(range(core.arena.pages)), "a page is lost or owned twice"
     slots = [life.slot for life in lives]
     assert sorted(slots + core.lives._free) == list(range(len(core.lives.end))), "a slot is lost or owned twice"
     assert [life.serial for life in sorted(lives, key=lambda x: x.serial)] == list(core.lives.by_serial)

@@ -9,7 +9,7 @@ import pytest
 
 from collector.core.events import ServeRoutes
 from protocol import codec, limits
-from protocol.messages import Kind, List, Listing, Pull, Release, Released, Stats
+from protocol.messages import Kind, List, Listing, Problem, Pull, Release, Released, Stats
 from protocol.messages import Stat as StatAsk
 from tests.core.driver import Emitter, answers_in
 from tests.core.test_rules import Shipped
@@ -265,7 +265,9 @@ def test_rows_released_before_they_could_be_sent_are_not_gathered_from_reused_pa
     (effect,) = [e for e in world.bench.ask(Pull(1, "x")) if isinstance(e, ServeRoutes)]
     world.bench.release("x")
     finished(world, name="y", life="2")
-    assert world.bench.core.gather(effect) is None
+    problem = world.bench.core.gather(effect, 0.0)
+    assert isinstance(problem, Problem)
+    assert problem.code == "released"
 
 
 def test_what_was_filled_in_after_the_header_stays_out_of_its_array(world: Shipped) -> None:
@@ -274,8 +276,8 @@ def test_what_was_filled_in_after_the_header_stays_out_of_its_array(world: Shipp
     (effect,) = [e for e in world.bench.ask(Pull(1, "x", partial=True)) if isinstance(e, ServeRoutes)]
     assert effect.header.missing == ((3, 5),)
     world.engine.patch(world.seg(3, 2, Kind.REPAIR))
-    array = world.bench.core.gather(effect)
-    assert array is not None
+    array = world.bench.core.gather(effect, 0.0)
+    assert not isinstance(array, Problem)
     assert (array[3:] == -1).all()
 
 

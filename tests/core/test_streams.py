@@ -84,10 +84,13 @@ def test_every_heartbeat_is_answered_so_that_silence_means_a_dead_collector(worl
 def test_only_what_is_logged_is_acked(world: Shipped) -> None:
     world.bench.logged = False
     world.engine.patch(world.seg(0, 1, opens="x"))
+    world.bench.save()
     record = world.bench.core.record
     world.engine.patch(world.seg(1, 1))
+    assert world.bench.core.record == record, "the second is in no record yet"
     acks = [e.message for e in world.bench.handle(Logged(record))]  # type: ignore[union-attr]
     assert [(a.logged_seq, a.window_bytes) for a in acks] == [(0, 64 << 20)]  # type: ignore[union-attr]
+    world.bench.save()
     acks = [e.message for e in world.bench.handle(Logged(world.bench.core.record))]  # type: ignore[union-attr]
     assert [a.logged_seq for a in acks] == [1]  # type: ignore[union-attr]
     assert world.bench.handle(Logged(world.bench.core.record)) == []
@@ -97,6 +100,7 @@ def test_one_ack_for_many_messages(world: Shipped) -> None:
     world.bench.logged = False
     for at in range(20):
         world.engine.patch(world.seg(at, 1, opens="x" if at == 0 else None))
+    world.bench.save()
     assert len(world.bench.handle(Logged(world.bench.core.record))) == 1
 
 

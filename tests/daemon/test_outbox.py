@@ -79,7 +79,7 @@ def desk(served: Bench) -> Iterator[Desk]:
 
     def gather(effect: ServeRoutes) -> Any:
         gathered[effect.pull.nonce] += 1
-        return Collector.gather(served.core, effect)
+        return Collector.gather(served.core, effect, 0.0)
 
     yield Desk(Outbox(router, gather), trainer, peer, served, gathered)
     router.close()

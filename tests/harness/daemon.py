@@ -35,11 +35,24 @@ class RunningDaemon:
 
 
 @contextmanager
-def running_daemon(folder: Path, *options: str, budget: str = "64MiB", trainers: str = "") -> Iterator[RunningDaemon]:
-    """Start `serve` on ipc paths in `folder`, wait for its ready line; at the end SIGTERM must drain it to exit code 0,
-    unless the test killed it."""
+def running_daemon(
+    folder: Path, *options: str, budget: str = "64MiB", trainers: str = "", state: str = ""
+) -> Iterator[RunningDaemon]:
+    """Start `serve` on ipc paths in `folder`, its state there too unless `state` says otherwise, wait for its ready
+    line; at the end SIGTERM must drain it to exit code 0, unless the test killed it."""
     engines, asked = f"ipc://{folder}/engines.sock", trainers or f"ipc://{folder}/trainers.sock"
-    command = [*SERVE, "--engines", engines, "--trainers", asked, "--budget", budget, *options]
+    command = [
+        *SERVE,
+        "--engines",
+        engines,
+        "--trainers",
+        asked,
+        "--budget",
+        budget,
+        "--state",
+        state or f"{folder}/state",
+        *options,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

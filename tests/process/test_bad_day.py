@@ -112,11 +112,11 @@ def test_a_collector_that_lost_its_state_never_serves_half_a_request(tmp_path: P
     rows = random_rows(np.random.default_rng(seed), SMALL, 20)
     shipper = Shipper(f"ipc://{tmp_path}/engines.sock", SMALL, "survivor")
     shipper.start()
-    with running_daemon(tmp_path) as first:
+    with running_daemon(tmp_path, state="memory") as first:
         shipper.put(_step(0, "1", 0, rows[:10], "torn"))
         wait_until(lambda: shipper.stats().acked_seq == 0, "the first half is acknowledged")
         first.kill()
-    with running_daemon(tmp_path) as second:
+    with running_daemon(tmp_path, state="memory") as second:
         shipper.put(_step(1, "1", 10, rows[10:], None))
         shipper.finish("1", 21, "stop")
         shipper.put(_step(2, "2", 0, rows, "fresh"))

@@ -85,7 +85,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_served_says_why(tmp_path: Path, options: list[str], says: str) -> None:
-    names = {"--engines": f"ipc://{tmp_path}/e.sock", "--trainers": f"ipc://{tmp_path}/t.sock"}
+    names = {"--engines": f"ipc://{tmp_path}/e.sock", "--trainers": f"ipc://{tmp_path}/t.sock", "--state": "memory"}
     names |= dict(zip(options[::2], options[1::2], strict=True))
     code, said = serve_and_fail(*(word for pair in names.items() for word in pair))
     assert code == 1
