@@ -30,6 +30,7 @@ def serve(
         ),
     ] = "",
     fsync: Annotated[bool, typer.Option("--fsync", help="Survive a power loss, too: every burst waits.")] = False,
+    checkpoint_records: Annotated[int, typer.Option(hidden=True, min=1)] = 50_000,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens.")] = False,
 ) -> None:
     """Run the collector until SIGTERM or SIGINT, then drain and leave.
@@ -50,6 +51,7 @@ def serve(
             budget=size,
             state=None if state == "memory" else folder,
             fsync=fsync,
+            checkpoint_records=checkpoint_records,
             core=core,
         )
     )

@@ -29,6 +29,8 @@ class DaemonConfig:
     """Directory of what survives `kill -9`, None for nothing."""
     fsync: bool = False
     """Whether an acknowledgement also waits for the disk: then it survives a power loss."""
+    checkpoint_records: int = 50_000
+    """Records after which the log begins anew: with its 64 MiB, it bounds how long a start takes."""
     core: CoreConfig = field(default_factory=CoreConfig)
 
 

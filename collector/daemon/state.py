@@ -31,8 +31,7 @@ from collector.daemon.logfile import LogFile, latest
 log = logging.getLogger("r3.collector")
 
 CHECKPOINT_BYTES = 64 << 20
-CHECKPOINT_RECORDS = 50_000
-"""A log longer than either is replaced by one record of how things are: it bounds the time of a start."""
+"""A log that grew by this is replaced by one record of how things are."""
 
 
 class Keeper(Protocol):
@@ -78,9 +77,10 @@ class InMemory:
 class OnDisk:
     """`folder` holds `arena`, `log-N` and `lock`. Raises StartError when another daemon uses it."""
 
-    def __init__(self, folder: Path, budget: int, page_bytes: int, config: CoreConfig, fsync: bool) -> None:
-        self._folder, self._config, self._page_bytes, self._fsync = folder, config, page_bytes, fsync
-        self._pages = budget // page_bytes
+    def __init__(self, folder: Path, config: DaemonConfig) -> None:
+        self._folder, self._fsync, self._every = folder, config.fsync, config.checkpoint_records
+        self._config, self._page_bytes = config.core, config.page_bytes
+        self._pages = config.budget // config.page_bytes
         self._number = 0
         self._unsaved = b""
         self._complained = False
@@ -201,7 +201,7 @@ class OnDisk:
         except StartError as error:
             log.error("%s; the old one goes on", error)
             self._due_bytes += CHECKPOINT_BYTES
-            self._due_records += CHECKPOINT_RECORDS
+            self._due_records += self._every
         else:
             old.close()
 
@@ -216,7 +216,7 @@ class OnDisk:
         except OSError as error:
             raise StartError(f"cannot write a log in {self._folder}: {error.strerror}") from None
         self._number, self._log = number, fresh
-        self._due_bytes, self._due_records = fresh.size + CHECKPOINT_BYTES, CHECKPOINT_RECORDS
+        self._due_bytes, self._due_records = fresh.size + CHECKPOINT_BYTES, self._every
 
     def close(self, core: Collector) -> None:
         """Once nothing is held, the memory goes back to the machine; the log keeps what was released."""
@@ -230,7 +230,7 @@ def keeper_for(config: DaemonConfig) -> Keeper:
         raise StartError(f"the budget is too small: {config.budget} bytes, one page has {config.page_bytes}")
     if config.state is None:
         return InMemory(config.budget, config.page_bytes, config.core)
-    return OnDisk(config.state, config.budget, config.page_bytes, config.core, config.fsync)
+    return OnDisk(config.state, config)
 
 
 def _huge(memory: mmap.mmap) -> NDArray[np.uint8]:

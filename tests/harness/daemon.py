@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -34,26 +35,27 @@ class RunningDaemon:
         self.process.wait(20)
 
 
-@contextmanager
-def running_daemon(
-    folder: Path, *options: str, budget: str = "64MiB", trainers: str = "", state: str = ""
-) -> Iterator[RunningDaemon]:
-    """Start `serve` on ipc paths in `folder`, its state there too unless `state` says otherwise, wait for its ready
-    line; at the end SIGTERM must drain it to exit code 0, unless the test killed it."""
+def spawn_daemon(
+    folder: Path,
+    *options: str,
+    budget: str = "64MiB",
+    trainers: str = "",
+    state: str = "",
+    failpoint: str = "",
+) -> subprocess.Popen[str]:
+    """Start `serve` on ipc paths in `folder`, its state there too unless `state` says otherwise. failpoint: `name:n`,
+    where it dies at the n-th time."""
     engines, asked = f"ipc://{folder}/engines.sock", trainers or f"ipc://{folder}/trainers.sock"
-    command = [
-        *SERVE,
-        "--engines",
-        engines,
-        "--trainers",
-        asked,
-        "--budget",
-        budget,
-        "--state",
-        state or f"{folder}/state",
-        *options,
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    where = ["--engines", engines, "--trainers", asked, "--state", state or f"{folder}/state"]
+    command = [*SERVE, *where, "--budget", budget, *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"R3_FAILPOINT": failpoint})
+
+
+@contextmanager
+def running_daemon(folder: Path, *options: str, **more: str) -> Iterator[RunningDaemon]:
+    """`spawn_daemon`, and wait for its ready line; at the end SIGTERM must drain it to exit code 0, unless the test
+    killed it."""
+    process = spawn_daemon(folder, *options, **more)
     assert process.stdout is not None
     try:
         ready = process.stdout.readline()
