@@ -129,7 +129,11 @@ def _session(session: Session) -> NewSession:
 
 
 def _applied(session: Session) -> Applied:
-    return Applied(session.number, session.applied, session.alive, tuple(session.opening))
+    return Applied(session.number, session.applied, session.alive, _opening(session))
+
+
+def _opening(session: Session) -> tuple[str, ...]:
+    return tuple(sorted(session.opening))
 
 
 def _opened(life: Life) -> Opened:

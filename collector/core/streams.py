@@ -219,6 +219,10 @@ class Streams:
     def _go_back(self, session: Session) -> None:
         self.gaps += 1
         session.told_gap = session.next_seq
+        if session.acked >= 0:
+            # A Welcome acknowledges nothing, for what was applied may be on no record yet; and the Ack of what is may
+            # have gone with an old connection.
+            self._unacked[session] = None
         assert session.peer is not None
         self._emit(ToEngine(session.peer, Welcome(self._state_id, session.next_seq, self._config.window_bytes)))
 

@@ -233,7 +233,6 @@ class Stream:
             lives = self.live.opened_before(window.first_seq)
             window.put_first((self._packer.reopened(lives, window.first_seq - 1),))
         self._state_id = message.state_id
-        self.live.acked(message.next_seq - 1)
         if not window.go_to(message.next_seq):
             raise RuntimeError(f"the collector asks for message {message.next_seq}, not in the window")
         window.allow = message.window_bytes

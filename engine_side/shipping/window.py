@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -75,12 +76,12 @@ class Window:
                 self._sent_bytes -= entry.nbytes
 
     def go_to(self, seq: int) -> bool:
-        """Send from `seq` on. Everything before it is safe. False when it is not a number this window can send."""
+        """Send from `seq` on; what stands before it was applied, and stays here until it is acknowledged. False when it
+        is not a number this window can send."""
         if seq > self.next_seq or seq < self._first:
             return False
-        self.acked(seq - 1)
-        self._cursor = 0
-        self._sent_bytes = 0
+        self._cursor = seq - self._first
+        self._sent_bytes = sum(entry.nbytes for entry in itertools.islice(self._entries, self._cursor))
         return True
 
     def due(self) -> Entry | None:

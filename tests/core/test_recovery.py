@@ -20,7 +20,8 @@ WORLDS, EVENTS = 6, 150
 
 def play(seed: int) -> None:
     """One world, restarted after each of its events; its log is replaced by a checkpoint now and then."""
-    here, chance = World(seed), random.Random(f"restarts {seed}")
+    # With room for everything: the model of these worlds has no records that rooms wait for.
+    here, chance = World(seed, pages=600), random.Random(f"restarts {seed}")
     for _ in range(EVENTS):
         actions = [here.trainer, here.trainer, here.time]
         for engine in here.engines:

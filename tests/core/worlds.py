@@ -45,10 +45,10 @@ class Engine:
 class World:
     """A bench, its model, and chance."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, pages: int = 0) -> None:
         self.chance = random.Random(seed)
         self.rng = np.random.default_rng(seed)
-        self.pages = self.chance.choice([12, 25, 600])
+        self.pages = pages or self.chance.choice([12, 25, 600])
         self.bench = Bench(self.pages, grace_s=GRACE, ttl_s=TTL)
         self.model = Model(self.pages, self.bench.now)
         self.engines = [self._engine(f"e{i}", geometry) for i, geometry in enumerate((SMALL, WIDE))]

@@ -60,7 +60,7 @@ class WindowHistory(RuleBasedStateMachine):
     def reconnect(self, data: st.DataObject) -> None:
         seq = data.draw(st.integers(self.first, self.next))
         assert self.window.go_to(seq)
-        self.first = self.sent_to = seq
+        self.sent_to = seq
 
     @rule(beyond=st.integers(1, 3))
     def refuse_a_number_that_it_has_not(self, beyond: int) -> None:

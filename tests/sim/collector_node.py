@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-
-from collector.core.collector import Collector
 from collector.core.config import CoreConfig
 from collector.core.events import (
     Effect,
@@ -19,6 +17,7 @@ from collector.core.events import (
 from collector.daemon.ingest import Ingest
 from protocol import codec, codes
 from protocol.messages import Flush, HelloFirst, Problem, Refused
+from tests.sim.disk import Disk, half_written
 from tests.sim.facts import Facts, Violation
 from tests.sim.loop import Loop
 from tests.sim.network import Frames, Link
@@ -27,7 +26,7 @@ from tests.sim.reference import Cell, Key
 from tests.sim.story import told
 from tests.sim.watch import GRACE_S, LIVENESS_S, TICK_S, Watch
 
-CELL_BYTES = 16
+CELL_BYTES = 24
 """What a row of either geometry takes in the arena."""
 
 
@@ -38,6 +37,8 @@ class Served:
     state_id: str
     key: Key
     cells: dict[int, Cell]
+    ahead: bool
+    """Rows of messages that no record tells of may lie in its holes."""
 
 
 class CollectorNode:
@@ -52,7 +53,11 @@ class CollectorNode:
         self._links: dict[bytes, Link] = {}
         self._peers = 0
         self._asked: dict[tuple[bytes, Flush], None] = {}
-        self._start()
+        self._dying = False
+        self._watch: Any = None
+        self._states = 0
+        self._renew()
+        self._restart()
         loop.every(TICK_S, self._tick)
 
     def connect(self, trainer: bool, down: Callable[[Frames], None]) -> Link | None:
@@ -67,19 +72,44 @@ class CollectorNode:
 
     def wipe(self, down_s: float) -> None:
         """The process dies and comes back with nothing."""
-        self.up = False
+        self._die()
+        for life in self._facts.lives.values():
+            life.harmed.add("collector wiped")
+        self._renew()
+        self._loop.after(down_s, self._restart)
+
+    def kill(self) -> None:
+        """The process dies at once, or while it handles its next message; what it wrote is there when it comes back."""
+        if self._chaos.rng.random() < 0.5:
+            self._dying = True
+        else:
+            self._fall()
+
+    def _fall(self) -> None:
+        """Die, perhaps in the middle of a record, and be started again."""
+        if self._chaos.rng.random() < 0.3 and (record := self.core.take_record()) is not None:
+            self._chaos.note("log_torn")
+            self._disk.tear(record, self._chaos.rng)
+        self._die()
+        self._loop.after(self._chaos.rng.uniform(0.1, 1.5), self._restart)
+
+    def _die(self) -> None:
+        self.up = self._dying = False
         self._asked.clear()
         for link in self._links.values():
             link.cut()
         self._links.clear()
-        for life in self._facts.lives.values():
-            life.harmed.add("collector wiped")
-        self._loop.after(down_s, self._start)
 
-    def _start(self) -> None:
+    def _renew(self) -> None:
+        self._states += 1
+        options = self._chaos.options
+        self._disk = Disk(f"state{self._states}", options.pages * options.page_rows * CELL_BYTES)
+        self._watch = None
+
+    def _restart(self) -> None:
         options = self._chaos.options
         self.generation += 1
-        self.state_id = f"state{self.generation}"
+        self.state_id = self._disk.state_id
         config = CoreConfig(
             window_bytes=options.window_bytes,
             liveness_s=LIVENESS_S,
@@ -87,13 +117,13 @@ class CollectorNode:
             grace_s=GRACE_S,
             incomplete_wait_s=0.5,
         )
-        page_bytes = options.page_rows * CELL_BYTES
-        # Whatever was in the memory must never show.
-        buffer = np.full(options.pages * page_bytes, 0x11, np.uint8)
-        self.core = Collector(buffer, self.state_id, config, page_bytes)
-        self._watch = Watch(self.core, self._chaos, self._facts)
+        self.core = self._disk.recovered(config, options.page_rows * CELL_BYTES, self._loop.now)
+        before, self._watch = self._watch, Watch(self.core, self._chaos, self._facts)
+        if before is not None:
+            self._watch.follow(before, self._loop.now)
         self._ingest = Ingest(self.core.geometry_of)
         self._logging = False
+        self._safe = 0
         self.up = True
 
     # ------------------------------------------------------------------ events
@@ -105,18 +135,42 @@ class CollectorNode:
         if isinstance(found, Refused | HelloFirst):
             self._to_engine(ToEngine(peer, found))
             return
+        if self._dying:
+            self._chaos.note("killed_in_a_message")
+            before = self._disk.memory.copy()
+            self.core.handle(found, self._loop.now)
+            self._disk.memory[:] = half_written(before, self._disk.memory, self._chaos.rng)
+            self._fall()
+            return
         self._perform(self._watch.engine(peer, found, frames, self._loop.now))
         if not self._logging:
             self._logging = True
             self._loop.after(self._chaos.options.log_lag_s, self._log_of(self.generation))
 
     def _log_of(self, generation: int) -> Callable[[], None]:
-        def logged() -> None:
+        def write() -> None:
             if self.up and self.generation == generation:
                 self._logging = False
-                self._perform(self.core.handle(Logged(self.core.record), self._loop.now))
+                self._commit()
 
-        return logged
+        return write
+
+    def _commit(self) -> None:
+        """As the daemon does: a record of what changed, then `Logged`."""
+        if self._chaos.strikes("disk_full"):
+            self._disk.full_until = self._loop.now + self._chaos.rng.uniform(0.3, 3.0)
+        if self._loop.now >= self._disk.full_until:
+            if (record := self.core.take_record()) is not None:
+                self._disk.append(record)
+                self._watch.saved()
+                if self._chaos.rng.random() < 0.02:
+                    self._chaos.note("checkpoint")
+                    self._disk.replace(self.core.checkpoint())
+                if self._chaos.strikes("killed_before_ack"):
+                    self._fall()
+                    return
+            self._safe = self.core.record
+        self._perform(self.core.handle(Logged(self._safe), self._loop.now))
 
     def _from_trainer(self, peer: bytes, frames: Frames) -> None:
         if self._chaos.tell:
@@ -124,13 +178,20 @@ class CollectorNode:
         found = self._ingest.from_trainer(peer, frames)
         if isinstance(found, Problem):
             raise Violation(f"a trainer's message was refused: {found}")
-        self._perform(self.core.handle(found, self._loop.now))
-        self._watch.note_gone()
+        effects = self.core.handle(found, self._loop.now)
+        self._commit()
+        if self.up:
+            self._watch.note_gone()
+            self._perform(effects)
 
     def _tick(self) -> None:
         if not self.up:
             return
-        self._perform(self._watch.tick(Tick(), self._loop.now, self.calm_at))
+        effects = self._watch.tick(Tick(), self._loop.now, self.calm_at)
+        self._commit()
+        if self.up:
+            self._watch.note_gone()
+            self._perform(effects)
 
     # ------------------------------------------------------------------ effects
 
@@ -162,16 +223,16 @@ class CollectorNode:
     def _serve(self, effect: ServeRoutes) -> None:
         life, generation, core = effect.life, self.generation, self.core
         key = (life.session.incarnation, life.req_id)
-        self.served[effect.pull.nonce] = Served(self.state_id, key, self._watch.reference.cells(key))
+        cells, ahead = self._watch.reference.cells(key), key in self._watch.ahead
+        self.served[effect.pull.nonce] = Served(self.state_id, key, cells, ahead)
 
         def send() -> None:
             if self.generation != generation:
                 return
-            payload = core.gather(effect)
-            if payload is None:
-                self._chaos.note("released_before_sent")
-                problem = Problem(effect.pull.nonce, codes.RELEASED, "released", effect.pull.request_id)
-                self._to_peer(effect.peer, [codec.encode(problem)])
+            payload = core.gather(effect, self._loop.now)
+            if isinstance(payload, Problem):
+                self._chaos.note("released_before_sent", payload.code == codes.RELEASED)
+                self._to_peer(effect.peer, [codec.encode(payload)])
             else:
                 self._to_peer(effect.peer, [codec.encode(effect.header), payload.tobytes()])
 

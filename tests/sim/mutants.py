@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 
+import collector.core.journal as journal
 import collector.core.queries as queries
+import collector.core.recovery as recovery
 import collector.daemon.ingest as ingest
+from collector.core.arena import Arena
 from collector.core.assembly import Assembly
 from collector.core.collector import Collector
 from collector.core.life import Life, State
@@ -178,7 +181,7 @@ def _lost_forward() -> list[Change]:
     return [(Assembly, "lose", lose)]
 
 
-def _in_place(self: Assembly, life: Life, start: int, rows: Any, meta: Any, keep: Any) -> None:
+def _in_place(self: Assembly, life: Life, start: int, rows: Any, meta: Any, seal: Any, keep: Any) -> None:
     """Write a segment over whatever is there, and leave what follows it."""
     layout, slot, stop = life.session.layout, life.slot, start + len(meta)
     end = int(self._lives.end[slot])
@@ -187,6 +190,7 @@ def _in_place(self: Assembly, life: Life, start: int, rows: Any, meta: Any, keep
     old = np.where(at < end, layout.meta[page, cell], 0)
     layout.meta[page, cell] = np.where(keep, meta, old)
     layout.rows[page[keep], cell[keep]] = rows[keep]
+    layout.seal[page[keep], cell[keep]] = seal[keep]
     if stop >= end:
         self._lives.end[slot] = stop
         self._set_tail(life, stop - 1)
@@ -196,12 +200,12 @@ def _truncation() -> list[Change]:
     """A forward writes its rows and leaves those behind them."""
     original = Assembly._write
 
-    def write(self: Assembly, life: Life, start: int, kind: int, rows: Any, meta: Any, keep: Any) -> None:
+    def write(self: Assembly, life: Life, start: int, kind: int, rows: Any, meta: Any, seal: Any, keep: Any) -> None:
         if kind == Kind.FORWARD and start < self._lives.end[life.slot]:
             self._lives.last_forward[life.slot] = start
-            _in_place(self, life, start, rows, meta, keep)
+            _in_place(self, life, start, rows, meta, seal, keep)
         else:
-            original(self, life, start, kind, rows, meta, keep)
+            original(self, life, start, kind, rows, meta, seal, keep)
 
     return [(Assembly, "_write", write)]
 
@@ -210,11 +214,11 @@ def _fill() -> list[Change]:
     """The other kinds overwrite too."""
     original = Assembly._write
 
-    def write(self: Assembly, life: Life, start: int, kind: int, rows: Any, meta: Any, keep: Any) -> None:
+    def write(self: Assembly, life: Life, start: int, kind: int, rows: Any, meta: Any, seal: Any, keep: Any) -> None:
         if kind != Kind.FORWARD and start <= self._lives.end[life.slot]:
-            _in_place(self, life, start, rows, meta, keep)
+            _in_place(self, life, start, rows, meta, seal, keep)
         else:
-            original(self, life, start, kind, rows, meta, keep)
+            original(self, life, start, kind, rows, meta, seal, keep)
 
     return [(Assembly, "_write", write)]
 
@@ -271,7 +275,7 @@ def _pages() -> list[Change]:
             kept[life] = life.pages
         original(self, life)
 
-    def send(self: Collector, effect: Any) -> Any:
+    def send(self: Collector, effect: Any, _now: float) -> Any:
         effect.life.pages = kept.get(effect.life, effect.life.pages)
         try:
             return gather(self.assembly, effect.life, effect.header)
@@ -285,10 +289,12 @@ def _pages() -> list[Change]:
 def _newer_rows() -> list[Change]:
     """An answer shows what came after its header was made."""
 
-    def send(self: Collector, effect: Any) -> Any:
+    whole = Collector.gather
+
+    def send(self: Collector, effect: Any, now: float) -> Any:
         life, header = effect.life, effect.header
         if life.serial not in self.lives.by_serial or life.state in (State.LOST, State.FAILED):
-            return None
+            return whole(self, effect, now)
         return gather(self.assembly, life, header_for(self.assembly, life, effect.pull, header.num_tokens))
 
     return [(Collector, "gather", send)]
@@ -333,6 +339,41 @@ def _released_again() -> list[Change]:
     return [(LifeTable, "open", open_)]
 
 
+def _before_the_record() -> list[Change]:
+    """What was applied is acknowledged before any record tells of it."""
+    original = Streams._applied
+
+    def applied(self: Streams, session: Any, seq: int) -> None:
+        original(self, session, seq)
+        session.pending[-1] = (0, seq)
+
+    return [(Streams, "_applied", applied)]
+
+
+def _limbo() -> list[Change]:
+    """Pages are written again before the record that freed them."""
+    return [(Arena, "give", lambda self, pages, _record: self._free.extend(pages))]
+
+
+def _seals() -> list[Change]:
+    """What was half written counts."""
+
+    def intact(_: Any, _life: Life, start: int, stop: int) -> Any:
+        return np.ones(stop - start, np.bool_)
+
+    return [(Assembly, "intact", intact)]
+
+
+def _found_incomplete() -> list[Change]:
+    """A restarted collector believes an old barrier."""
+    return [(recovery, "_is_unproven", lambda _life: False)]
+
+
+def _found_waiting() -> list[Change]:
+    """A restarted collector forgets what a waiting patch had opened."""
+    return [(journal, "_opening", lambda _session: ())]
+
+
 MUTANTS: dict[str, Callable[[], list[Change]]] = {
     "kind": _kind,
     "life": _life,
@@ -359,6 +400,11 @@ MUTANTS: dict[str, Callable[[], list[Change]]] = {
     "dropped question asked again": _ask_again,
     "length with other tokens": _of_others,
     "released stays released": _released_again,
+    "record before ack": _before_the_record,
+    "freed pages wait for their record": _limbo,
+    "cells are sealed": _seals,
+    "found incomplete is open": _found_incomplete,
+    "found with what it opened": _found_waiting,
     "stalled is shed": lambda: [(Streams, "_shed_youngest", _nothing)],
     "gap is answered": lambda: [(Streams, "_go_back", _nothing)],
     "open has its time": lambda: [(Retention, "_forget_idle", lambda _self, _now: False)],

@@ -20,6 +20,9 @@ FAULTS = (
     "engine_killed",
     "engine_left",
     "collector_wiped",
+    "collector_killed",
+    "killed_before_ack",
+    "disk_full",
     "copy_failed",
     "step_lost",
     "bad_row",
@@ -34,13 +37,17 @@ RULES = (
     "abort_with_length",
     "abort_without_length",
     "ask_again",
+    "checkpoint",
     "chunked_prefill",
     "declared_fill_for_a_lost_sampling_row",
     "draft_rejected",
     "engine_declared_dead",
     "expired",
     "filled_later",
+    "found_again",
     "go_back",
+    "killed_in_a_message",
+    "log_torn",
     "name_used_again",
     "preempt_discards_samples",
     "preempt_keeps_samples",
@@ -90,6 +97,9 @@ _RATES = {
     "engine_killed": 0.06,
     "engine_left": 0.03,
     "collector_wiped": 0.05,
+    "collector_killed": 0.1,
+    "killed_before_ack": 0.01,
+    "disk_full": 0.01,
     "copy_failed": 0.05,
     "step_lost": 0.05,
     "bad_row": 0.04,
@@ -128,6 +138,11 @@ class Options:
     aborts: float
     preempts: float
     faults: dict[str, float]
+
+    @property
+    def kills(self) -> bool:
+        """Whether the collector dies in this world and comes back with what it had."""
+        return "collector_killed" in self.faults or "killed_before_ack" in self.faults
 
     @classmethod
     def draw(cls, seed: int) -> Options:

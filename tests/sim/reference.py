@@ -39,6 +39,12 @@ class Reference:
     def __init__(self) -> None:
         self.lives: dict[Key, Arrived] = {}
 
+    def copy(self) -> Reference:
+        """Another, of what arrived until now."""
+        other = Reference()
+        other.lives = {key: Arrived(dict(life.cells), life.ended) for key, life in self.lives.items()}
+        return other
+
     def patch(
         self, incarnation: str, frames: Sequence[bytes], geometry: Geometry, takes: dict[str, bool], lost: bool
     ) -> list[str]:

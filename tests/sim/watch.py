@@ -31,6 +31,11 @@ class Watch:
         self._heard: dict[str, float] = {}
         self._seen: set[Key] = set()
         self._gone: set[Key] = set()
+        self.ahead: set[Key] = set()
+        """Lives that a restart found unfinished: the arena may hold more of them than the records tell."""
+        self._saved = Reference()
+        self._there: dict[Key, State] = {}
+        self._gone_on_record: set[Key] = set()
 
     def engine(self, peer: bytes, event: Event, frames: Frames, now: float) -> list[Effect]:
         """Handle an engine's message: applied in order, once, or not at all."""
@@ -57,6 +62,33 @@ class Watch:
             self._harm_all(session, "engine left")
         self._note_shed()
         return effects
+
+    def saved(self) -> None:
+        """Everything until now is on record."""
+        if self._chaos.options.kills:
+            self.note_gone()
+            self._saved = self.reference.copy()
+            self._there = {_key(life): life.state for life in self._core.lives}
+            self._gone_on_record = self._seen - self._there.keys()
+
+    def follow(self, before: Watch, now: float) -> None:
+        """The core was found again: everything on record must be there."""
+        self.reference, self._saved = before._saved.copy(), before._saved
+        self._there = before._there
+        here = {_key(life): life.state for life in self._core.lives}
+        if here.keys() != self._there.keys():
+            raise Violation(f"on record: {sorted(self._there)}, found again: {sorted(here)}")
+        for key, state in self._there.items():
+            # What was torn or unproven is open again; holes may have been filled by what is on no record.
+            allowed = {state, *((State.OPEN, State.COMPLETE) if state is State.INCOMPLETE else ())}
+            if here[key] not in allowed:
+                raise Violation(f"{key} was {state} on record and is {here[key]}")
+        taking = (State.OPEN, State.INCOMPLETE)
+        self.ahead = before.ahead | {key for key, state in self._there.items() if state in taking}
+        self._gone, self._gone_on_record = set(before._gone_on_record), before._gone_on_record
+        self._seen = self._gone | here.keys()
+        self._heard = dict.fromkeys(self._core.streams.sessions, now)
+        self._chaos.note("found_again", bool(here))
 
     def tick(self, event: Event, now: float, calm_at: float) -> list[Effect]:
         """Handle the passing of time. calm_at: since when no fault strikes, infinity before."""
@@ -89,7 +121,7 @@ class Watch:
 
     def note_gone(self) -> None:
         """A life that was released or expired is over: whatever still comes for it is dropped."""
-        here = {(life.session.incarnation, life.req_id) for life in self._core.lives}
+        here = set(map(_key, self._core.lives))
         if back := here & self._gone:
             raise Violation(f"released or expired before, and here again: {sorted(back)}")
         self._gone |= self._seen - here
@@ -142,13 +174,16 @@ class Watch:
     def _check_pages(self) -> None:
         arena = self._core.arena
         owned = [page for life in self._core.lives.by_serial.values() for page in life.pages if page >= 0]
-        if len(set(owned)) != len(owned) or len(owned) + arena.free_pages != arena.pages:
-            raise Violation(f"{len(owned)} pages owned, {arena.free_pages} free, of {arena.pages}")
+        free = arena.free_pages + arena.pages_in_limbo
+        if len(set(owned)) != len(owned) or len(owned) + free != arena.pages:
+            raise Violation(f"{len(owned)} pages owned, {free} free, of {arena.pages}")
 
     def _check_stalls(self, now: float) -> None:
         for session in self._core.streams.sessions.values():
             stalled = 0.0 if session.stalled_at is None else now - session.stalled_at
-            if stalled > GRACE_S + 2 * TICK_S and self._core.lives.youngest_open() is not None:
+            # What was shed is room once its record is safe, which a full disk delays.
+            waits = self._core.arena.pages_in_limbo > 0
+            if not waits and stalled > GRACE_S + 2 * TICK_S and self._core.lives.youngest_open() is not None:
                 raise Violation(f"{session.incarnation} stalled for {stalled:.1f} s, and nothing is shed")
 
     def _check_questions(self, now: float) -> None:
@@ -158,6 +193,10 @@ class Watch:
             asked = asked and len(self._facts.named[life.name]) == 1
             if asked and now - life.flush_asked_at > _ANSWER_S:
                 raise Violation(f"{life.name}: asked for its end {now - life.flush_asked_at:.1f} s ago, never told")
+
+
+def _key(life: Life) -> Key:
+    return life.session.incarnation, life.req_id
 
 
 def _number(event: Event) -> int | None:

@@ -110,6 +110,8 @@ class World:
             for fact in self.facts.lives.values():
                 fact.live_at_wipe = fact.key in live
             self.node.wipe(self.rng.uniform(0.1, 1.5))
+        elif self.node.up and self.chaos.strikes("collector_killed", _PULSE_S):
+            self.node.kill()
         if self.rng.random() < 0.35 and len(self.facts.lives) < 7:
             self._submit()
 
