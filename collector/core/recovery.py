@@ -129,7 +129,8 @@ def _believe(core: Collector, lives: Iterable[Life], now: float) -> None:
             _empty_torn(core, life)
         elif life.pages and not _whole(core, life):
             broken.append(life)
-        if _is_unproven(life):
+        if life.state is State.INCOMPLETE and not life.ended:
+            # A forward may have reopened it, and what tells of that was cut off: only a new barrier can settle it.
             life.state, life.num_tokens = State.OPEN, None
         core.settlement.refilled(life, now)
     if broken:
@@ -138,11 +139,6 @@ def _believe(core: Collector, lives: Iterable[Life], now: float) -> None:
     for life in sorted(core.lives, key=lambda x: x.settled_at):
         if life.state is not State.OPEN:
             core.retention.settled(life, life.settled_at)
-
-
-def _is_unproven(life: Life) -> bool:
-    """A forward may have reopened it, and what tells of that was cut off: only a new barrier can settle it."""
-    return life.state is State.INCOMPLETE and not life.ended
 
 
 def _empty_torn(core: Collector, life: Life) -> None:

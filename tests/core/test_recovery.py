@@ -87,6 +87,20 @@ def test_a_released_life_that_a_waiting_patch_opened_stays_released(seed: int) -
     assert session.opening == {"2"}
 
 
+def test_an_old_barrier_does_not_settle_what_a_forward_may_have_changed_since(seed: int) -> None:
+    """Rows of two timelines lie in the arena then; what tells of the second one went with the process."""
+    world = Shipped(seed)
+    world.engine.patch(world.seg(0, 2, opens="x"), world.seg(3, 3))
+    world.bench.pull("x", 7, timeout_ms=9_000)
+    world.engine.flushed("1", 7)
+    assert world.bench.state("x") == "incomplete"
+    world.bench.logged = False
+    world.engine.patch(world.seg(4, 1))
+    again = restarted(world.bench)
+    (life,) = again.lives.named("x")
+    assert (life.state, life.num_tokens) == (State.OPEN, None)
+
+
 @pytest.mark.parametrize("state", ["complete", "aborted"])
 def test_a_flipped_bit_of_what_may_not_change_refuses_the_start(seed: int, state: str) -> None:
     world = Shipped(seed)

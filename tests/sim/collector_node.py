@@ -124,6 +124,7 @@ class CollectorNode:
         self._ingest = Ingest(self.core.geometry_of)
         self._logging = False
         self._safe = 0
+        self._held: list[Effect] = []
         self.up = True
 
     # ------------------------------------------------------------------ events
@@ -143,6 +144,9 @@ class CollectorNode:
             self._fall()
             return
         self._perform(self._watch.engine(peer, found, frames, self._loop.now))
+        self._log_soon()
+
+    def _log_soon(self) -> None:
         if not self._logging:
             self._logging = True
             self._loop.after(self._chaos.options.log_lag_s, self._log_of(self.generation))
@@ -170,6 +174,8 @@ class CollectorNode:
                     self._fall()
                     return
             self._safe = self.core.record
+        held, self._held = self._held, []
+        self._perform(held)
         self._perform(self.core.handle(Logged(self._safe), self._loop.now))
 
     def _from_trainer(self, peer: bytes, frames: Frames) -> None:
@@ -178,22 +184,24 @@ class CollectorNode:
         found = self._ingest.from_trainer(peer, frames)
         if isinstance(found, Problem):
             raise Violation(f"a trainer's message was refused: {found}")
-        effects = self.core.handle(found, self._loop.now)
-        self._commit()
-        if self.up:
-            self._watch.note_gone()
-            self._perform(effects)
+        # A trainer hears nothing before what it asked for is on record.
+        self._hold(self.core.handle(found, self._loop.now))
+        self._watch.note_gone()
+        self._log_soon()
 
     def _tick(self) -> None:
         if not self.up:
             return
-        effects = self._watch.tick(Tick(), self._loop.now, self.calm_at)
-        self._commit()
-        if self.up:
-            self._watch.note_gone()
-            self._perform(effects)
+        self._hold(self._watch.tick(Tick(), self._loop.now, self.calm_at))
+        self._log_soon()
 
     # ------------------------------------------------------------------ effects
+
+    def _hold(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, ServeRoutes):
+                self._remember(effect)
+        self._held += effects
 
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -220,11 +228,15 @@ class CollectorNode:
         if (link := self._links.get(peer)) is not None and link.alive:
             link.send_down(frames)
 
-    def _serve(self, effect: ServeRoutes) -> None:
-        life, generation, core = effect.life, self.generation, self.core
-        key = (life.session.incarnation, life.req_id)
+    def _remember(self, effect: ServeRoutes) -> None:
+        key = (effect.life.session.incarnation, effect.life.req_id)
         cells, ahead = self._watch.reference.cells(key), key in self._watch.ahead
         self.served[effect.pull.nonce] = Served(self.state_id, key, cells, ahead)
+
+    def _serve(self, effect: ServeRoutes) -> None:
+        generation, core = self.generation, self.core
+        if effect.pull.nonce not in self.served:
+            self._remember(effect)
 
         def send() -> None:
             if self.generation != generation:

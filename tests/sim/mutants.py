@@ -12,7 +12,6 @@ import numpy as np
 
 import collector.core.journal as journal
 import collector.core.queries as queries
-import collector.core.recovery as recovery
 import collector.daemon.ingest as ingest
 from collector.core.arena import Arena
 from collector.core.assembly import Assembly
@@ -364,11 +363,6 @@ def _seals() -> list[Change]:
     return [(Assembly, "intact", intact)]
 
 
-def _found_incomplete() -> list[Change]:
-    """A restarted collector believes an old barrier."""
-    return [(recovery, "_is_unproven", lambda _life: False)]
-
-
 def _found_waiting() -> list[Change]:
     """A restarted collector forgets what a waiting patch had opened."""
     return [(journal, "_opening", lambda _session: ())]
@@ -403,7 +397,6 @@ MUTANTS: dict[str, Callable[[], list[Change]]] = {
     "record before ack": _before_the_record,
     "freed pages wait for their record": _limbo,
     "cells are sealed": _seals,
-    "found incomplete is open": _found_incomplete,
     "found with what it opened": _found_waiting,
     "stalled is shed": lambda: [(Streams, "_shed_youngest", _nothing)],
     "gap is answered": lambda: [(Streams, "_go_back", _nothing)],
