@@ -12,6 +12,7 @@ from pathlib import Path
 from collector.core.arena import PAGE_BYTES
 from collector.core.config import CoreConfig
 from collector.daemon.errors import StartError
+from collector.daemon.failpoints import Failpoint
 from collector.endpoints import engines_endpoint, trainers_endpoint
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
@@ -32,6 +33,7 @@ class DaemonConfig:
     checkpoint_records: int = 50_000
     """Records after which the log begins anew: with its 64 MiB, it bounds how long a start takes."""
     core: CoreConfig = field(default_factory=CoreConfig)
+    failpoint: Failpoint = field(default_factory=Failpoint)
 
 
 def default_state(engines: str, trainers: str, budget: int) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from collector.core import records
-from collector.daemon.failpoints import reached
+from collector.daemon.failpoints import Failpoint
 
 _NAME = re.compile(r"log-(\d{10})")
 
@@ -22,7 +22,7 @@ class LogFile:
         self.records = 0
 
     @classmethod
-    def create(cls, folder: Path, number: int, payloads: Sequence[bytes], fsync: bool) -> LogFile:
+    def create(cls, folder: Path, number: int, payloads: Sequence[bytes], fsync: bool, failpoint: Failpoint) -> LogFile:
         """File `number`, beginning with these records; the others go. Raises OSError, and the others stay."""
         path, draft = folder / f"log-{number:010}", folder / "log.draft"
         data = b"".join(map(records.framed, payloads))
@@ -31,14 +31,14 @@ class LogFile:
             _write(fd, data)
             if fsync:
                 os.fsync(fd)
-            reached("drafted")
+            failpoint.reached("drafted")
             draft.rename(path)
             if fsync:
                 _sync_folder(folder)
         except BaseException:
             os.close(fd)
             raise
-        reached("renamed")
+        failpoint.reached("renamed")
         for other in _files(folder):
             if other != path:
                 other.unlink(missing_ok=True)

@@ -14,7 +14,6 @@ import zmq
 from collector.core.events import Effect, Event, Leave, Logged, Tick, ToEngine, ToTrainer
 from collector.daemon.config import DaemonConfig
 from collector.daemon.endpoints import Bound
-from collector.daemon.failpoints import reached
 from collector.daemon.ingest import Ingest
 from collector.daemon.outbox import Outbox
 from collector.daemon.state import keeper_for
@@ -170,7 +169,7 @@ class Daemon:
                 self._send_engine(effect)
             else:
                 self._outbox.send(effect)
-        reached("acknowledged")
+        self.config.failpoint.reached("acknowledged")
 
     def _send_engine(self, effect: ToEngine) -> None:
         try:

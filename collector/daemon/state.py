@@ -25,7 +25,6 @@ from collector.core.records import CorruptState, Head, Record
 from collector.core.recovery import Recovery
 from collector.daemon.config import DaemonConfig
 from collector.daemon.errors import StartError
-from collector.daemon.failpoints import reached
 from collector.daemon.logfile import LogFile, latest
 
 log = logging.getLogger("r3.collector")
@@ -80,6 +79,7 @@ class OnDisk:
     def __init__(self, folder: Path, config: DaemonConfig) -> None:
         self._folder, self._fsync, self._every = folder, config.fsync, config.checkpoint_records
         self._config, self._page_bytes = config.core, config.page_bytes
+        self._failpoint = config.failpoint
         self._pages = config.budget // config.page_bytes
         self._number = 0
         self._unsaved = b""
@@ -165,7 +165,7 @@ class OnDisk:
         self._unsaved = records.framed(record.payload)
         if not self.retry():
             return False
-        reached("recorded")
+        self._failpoint.reached("recorded")
         if self._log.size > self._due_bytes or self._log.records > self._due_records:
             # Nothing is left to take now: what a checkpoint tells must not be told again.
             self._checkpoint()
@@ -175,8 +175,8 @@ class OnDisk:
         frame = self._unsaved
         if not frame:
             return True
-        reached("applied")
-        reached("torn", lambda: self._log.append(frame[: len(frame) // 2]))
+        self._failpoint.reached("applied")
+        self._failpoint.reached("torn", lambda: self._log.append(frame[: len(frame) // 2]))
         try:
             if self._fsync:
                 os.fdatasync(self._arena)
@@ -212,7 +212,8 @@ class OnDisk:
         )
         number = self._number + 1
         try:
-            fresh = LogFile.create(self._folder, number, [records.encode(head), core.checkpoint()], self._fsync)
+            payloads = [records.encode(head), core.checkpoint()]
+            fresh = LogFile.create(self._folder, number, payloads, self._fsync, self._failpoint)
         except OSError as error:
             raise StartError(f"cannot write a log in {self._folder}: {error.strerror}") from None
         self._number, self._log = number, fresh

@@ -37,6 +37,10 @@ def test_question_2_a_layer_that_no_hook_saw_is_missing_and_never_served(world: 
     assert np.array_equal(np.delete(array, 4, 0), np.delete(seg.rows, 4, 0))
 
 
+META_AND_SEAL = 16
+"""Bytes beside a row in its cell."""
+
+
 @pytest.mark.parametrize(
     ("geometry", "nbytes"),
     [
@@ -52,7 +56,7 @@ def test_question_4_a_choice_takes_a_byte_or_two_and_a_dense_layer_nothing(
     """On the wire and in the arena; int32 over all layers would be 1,952 and 1,536 bytes a row."""
     seg = random_seg(np.random.default_rng(seed), geometry, "1", 0, 40, opens="x")
     assert len(frames(geometry, 0, [seg])[1]) == 40 * nbytes
-    bench = Bench(pages=1, page_bytes=40 * (nbytes + 8))
+    bench = Bench(pages=1, page_bytes=40 * (nbytes + META_AND_SEAL))
     engine = Emitter(bench, geometry=geometry)
     engine.hello()
     engine.patch(seg)

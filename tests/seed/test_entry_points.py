@@ -148,7 +148,7 @@ def test_a_place_for_state_is_found(planted: str) -> None:
 def test_question_15_the_readme_names_every_option_and_every_error() -> None:
     readme = (ROOT / "README.md").read_text()
     serve: Any = get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    options = [parameter.opts[-1] for parameter in serve.params]
+    options = [parameter.opts[-1] for parameter in serve.params if not parameter.hidden]
     classes = [each for each in vars(errors).values() if inspect.isclass(each) and each.__module__ == errors.__name__]
     raised = [each.__name__ for each in classes if not each.__subclasses__()]
     parameters = inspect.signature(capture_routes).parameters.values()

@@ -39,7 +39,7 @@ def test_question_1_a_middle_chunk_is_a_step_of_its_own_before_any_drafter(chain
 
 def test_question_3_a_prefix_of_100_000_rows_is_read_in_bounded_pieces(seed: int) -> None:
     """Each piece is bounded whatever the prefix, stands behind the step that found it, and lets decode steps pass."""
-    chain = Chain(seed, pages=400, page_bytes=1 << 12)
+    chain = Chain(seed, pages=800, page_bytes=1 << 12)
     length, room = 100_000, 4_096
     prefix = chain.tokens(length)
     (at,) = chain.forward(Run("1", length, prefix[:1], length + 1, opens="x"))
