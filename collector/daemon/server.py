@@ -79,6 +79,7 @@ class Daemon:
         self.engines_endpoint = self._engines.endpoint
         self.trainers_endpoint = self._trainers.endpoint
         self._keeper = keeper_for(config)
+        self._resources.callback(self._keeper.release)
         self.core = self._keeper.collector(time.monotonic())
         self._ingest = Ingest(self.core.geometry_of)
         self._outbox = Outbox(self._trainers.socket, lambda effect: self.core.gather(effect, time.monotonic()))

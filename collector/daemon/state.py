@@ -12,6 +12,7 @@ import mmap
 import os
 import time
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
@@ -48,6 +49,9 @@ class Keeper(Protocol):
     def close(self, core: Collector) -> None:
         """The daemon ends in good order."""
 
+    def release(self) -> None:
+        """Give files and lock back. Harmless twice."""
+
 
 class InMemory:
     """Survives nothing."""
@@ -72,6 +76,9 @@ class InMemory:
     def close(self, core: Collector) -> None:
         """Nothing is kept."""
 
+    def release(self) -> None:
+        """The memory goes with its last reader."""
+
 
 class OnDisk:
     """`folder` holds `arena`, `log-N` and `lock`. Raises StartError when another daemon uses it."""
@@ -85,14 +92,17 @@ class OnDisk:
         self._unsaved = b""
         self._complained = False
         self._core: Collector
+        self._files = ExitStack()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StartError(f"cannot use {folder} for state: {error.strerror}") from None
+        self._files.callback(os.close, self._lock)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self.release()
             raise StartError(f"another collector keeps its state in {folder}: stop it, or choose another") from None
 
     # ------------------------------------------------------------------ start
@@ -111,6 +121,7 @@ class OnDisk:
             log.warning("found %d requests again in %.2f s", len(core.lives), time.monotonic() - began)
         self._core = core
         self._begin(core, now)
+        self._files.callback(lambda: self._log.close())
         return core
 
     def _recovered(self, now: float) -> Collector:
@@ -151,6 +162,7 @@ class OnDisk:
             path.unlink(missing_ok=True)
         try:
             self._arena = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._files.callback(os.close, self._arena)
             # In full and now: a file system that is full later must not kill the daemon at a write to its memory.
             os.posix_fallocate(self._arena, 0, size)
             return _huge(mmap.mmap(self._arena, size))
@@ -223,6 +235,9 @@ class OnDisk:
         """Once nothing is held, the memory goes back to the machine; the log keeps what was released."""
         if not self._unsaved and not core.arena.pages_in_limbo and core.arena.free_pages == core.arena.pages:
             (self._folder / "arena").unlink(missing_ok=True)
+
+    def release(self) -> None:
+        self._files.close()
 
 
 def keeper_for(config: DaemonConfig) -> Keeper:

@@ -8,16 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collector.core.collector import Collector
-from collector.core.events import FromEngine, FromTrainer, Logged, PatchArrived
-from protocol import codec
-from protocol.geometry import Geometry
-from protocol.messages import Hello, Kind, Release, RoutedExpertsPatch
-from protocol.patch import open_patch
+from collector.core.events import FromEngine, FromTrainer, Logged
+from protocol.messages import Hello, Release
+from tests.bench.decode_steps import GEOMETRY, PEER, Steps, arrived
 from tests.bench.record import Record
 from tests.bench.timing import BLOCK, interleaved
 
-GEOMETRY = Geometry(61, tuple(range(61)), 8, 256)
-PEER = b"engine"
 BLOCKS = 8
 STEPS = (BLOCKS + 1) * BLOCK
 ARENA_BYTES = 1 << 30
@@ -32,7 +28,7 @@ def run(seed: int) -> Iterator[Record]:
 def _decode_step(requests: int, seed: int) -> Iterator[Record]:
     """Steady state: requests come, run BLOCK steps, are released; their memory is used again by the next ones."""
     rng = np.random.default_rng(seed)
-    steps = _Steps(requests, rng)
+    steps = Steps(requests, rng)
     core = Collector(_touched(ARENA_BYTES), "bench")
     core.handle(FromEngine(PEER, Hello("bench", "i", GEOMETRY, 0)), 0.0)
     cells = GEOMETRY.row_nbytes // 2
@@ -46,28 +42,28 @@ def _decode_step(requests: int, seed: int) -> Iterator[Record]:
     # Received frames are memory that the allocator hands out again and again, warm from the copy off the socket: a few
     # buffers in turn stand for it, and all of the competitors read the same ones.
     raw = [steps.frames(i) for i in range(STEPS)]
-    arrived = [_arrived(frames) for frames in raw]
-    sources = [each.patch.rows.view(np.int16) for each in arrived]
+    patches = [arrived(frames) for frames in raw]
+    sources = [each.patch.rows.view(np.int16) for each in patches]
     opaque = [rows.view(whole)[:, 0] for rows in sources]
 
     def renew(name: str, block: int) -> None:
         if name == "ours":
             core.handle(FromTrainer(b"t", Release(1, tuple(steps.names))), 0.0)
-            core.handle(_arrived(steps.opening(block)), 0.0)
+            core.handle(arrived(steps.opening(block)), 0.0)
             core.take_record()
             core.handle(Logged(core.record), 0.0)
         elif name == "loop":
             loop.update((name, _Growable(cells)) for name in steps.names)
 
     def ours(i: int) -> None:
-        core.handle(arrived[i], 0.0)
+        core.handle(patches[i], 0.0)
 
     def scatter(i: int) -> None:
         flat[home + i % BLOCK] = opaque[i]
 
     def per_request(i: int) -> None:
-        rows, meta = sources[i], arrived[i].patch.token_ids | arrived[i].patch.tags
-        starts = arrived[i].patch.starts.tolist()
+        rows, meta = sources[i], patches[i].patch.token_ids | patches[i].patch.tags
+        starts = patches[i].patch.starts.tolist()
         bounds = offsets.tolist()
         for name, start, a, b in zip(steps.names, starts, bounds, bounds[1:], strict=False):
             held = loop.get(name)
@@ -78,7 +74,7 @@ def _decode_step(requests: int, seed: int) -> Iterator[Record]:
         plain[:] = sources[i]
 
     def decode(i: int) -> None:
-        _arrived(raw[i])
+        arrived(raw[i])
 
     took = interleaved(
         {"ours": ours, "loop": per_request, "scatter": scatter, "copy": copy, "decode": decode}, BLOCKS, renew
@@ -115,46 +111,6 @@ class _Growable:
         self.held = stop
 
 
-class _Steps:
-    """Decode steps of the same requests, one position further each; every BLOCK of them behind an opening step."""
-
-    def __init__(self, requests: int, rng: np.random.Generator) -> None:
-        self.names = [f"request-{i}" for i in range(requests)]
-        self._buffers = [rng.integers(0, 256, (requests, 61 * 8)).astype(np.int16).tobytes() for _ in range(4)]
-        # Different lengths, so that pages turn at different steps.
-        self._starts = rng.integers(0, 64, requests).astype("<i4")
-        self._tokens = rng.integers(0, 1000, requests).astype("<i4").tobytes()
-
-    def opening(self, block: int) -> list[bytes]:
-        """The step that opens the requests of a block."""
-        return self._frames(block * (BLOCK + 1), block, 0, tuple(enumerate(self.names)))
-
-    def frames(self, i: int) -> list[bytes]:
-        """Decode step `i`, counted over all blocks."""
-        block, step = divmod(i, BLOCK)
-        return self._frames(block * (BLOCK + 1) + step + 1, block, step + 1, ())
-
-    def _frames(self, seq: int, block: int, step: int, opens: tuple[tuple[int, str], ...]) -> list[bytes]:
-        n = len(self.names)
-        header = RoutedExpertsPatch(
-            seq=seq,
-            step=seq,
-            req_ids=codec.encode_ids([f"{block}.{i}" for i in range(n)]),
-            starts=(self._starts + step).astype("<i4").tobytes(),
-            offsets=np.arange(n + 1, dtype="<i4").tobytes(),
-            kinds=bytes([Kind.FORWARD]) * n,
-            weight_versions=bytes(4 * n),
-            opens=opens,
-        )
-        return [codec.encode(header), self._buffers[seq % len(self._buffers)], self._tokens]
-
-
 def _touched(size: int) -> NDArray[np.uint8]:
     """Memory the kernel has given already: a daemon that has run for a while faults nothing in."""
     return np.full(size, 255, np.uint8)
-
-
-def _arrived(frames: list[bytes]) -> PatchArrived:
-    header = codec.decode_from_engine(frames)
-    assert isinstance(header, RoutedExpertsPatch)
-    return PatchArrived(PEER, header.seq, open_patch(header, frames[1], frames[2], GEOMETRY))
