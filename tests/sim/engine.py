@@ -112,6 +112,9 @@ class Engine:
         rng, running = self._rng, self._scheduler.running
         if running and rng.random() < self._options.preempts * self._chaos.on:
             self._scheduler.preempt(rng.choice(running))
+        for q in running:
+            if q.in_flight and self._chaos.strikes("run_again"):
+                self._scheduler.run_again(q)
         alive = [q for q in self.requests if q.state in ("waiting", "running")]
         if alive and rng.random() < self._options.aborts * self._chaos.on:
             self._end(rng.choice(alive), "aborted")

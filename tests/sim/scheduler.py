@@ -64,6 +64,12 @@ class Scheduler:
             q.dev = list(q.host)
         self._chaos.note("preempt_keeps_samples" if self._options.keeps_samples else "preempt_discards_samples")
 
+    def run_again(self, q: Request) -> None:
+        """A forward failed on the host after it ran on the device: what it sampled is thrown away, and it runs again."""
+        q.epoch += 1
+        q.dev = list(q.host)
+        q.computed = min(q.computed, len(q.host) - 1)
+
     def leave(self, q: Request) -> None:
         """It runs no more; its blocks can be hit until they are reused."""
         if q in self.running:
