@@ -65,7 +65,7 @@ class Scheduler:
         self._chaos.note("preempt_keeps_samples" if self._options.keeps_samples else "preempt_discards_samples")
 
     def run_again(self, q: Request) -> None:
-        """A forward failed on the host after it ran on the device: what it sampled is thrown away, and it runs again."""
+        """A forward failed on the host after it ran on the device: its sample is thrown away, and it runs again."""
         q.epoch += 1
         q.dev = list(q.host)
         q.computed = min(q.computed, len(q.host) - 1)
