@@ -53,3 +53,6 @@ MAX_WAITING_PULLS: Final = 4_096
 
 MAX_UNREAD_ANSWERS: Final = 8_192
 """Answers that may wait for one trainer to read: 200,000 took 226 MB of the collector."""
+
+MAX_HELD_ANSWERS: Final = 65_536
+"""Answers that may wait, for all trainers together, while the log cannot be written."""

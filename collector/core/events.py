@@ -11,6 +11,7 @@ from protocol.messages import (
     CollectorToTrainer,
     EngineMessage,
     Pull,
+    Released,
     Routes,
     TrainerMessage,
 )
@@ -105,3 +106,8 @@ class ServeRoutes:
 
 
 Effect: TypeAlias = ToEngine | ToTrainer | ServeRoutes
+
+
+def waits_for_record(effect: Effect) -> bool:
+    """Whether a trainer may hear of this only once what led to it is on record: it acts on it, and never asks again."""
+    return isinstance(effect, ServeRoutes) or (isinstance(effect, ToTrainer) and isinstance(effect.message, Released))

@@ -51,8 +51,14 @@ class Settlement:
 
     def refilled(self, life: Life, now: float) -> None:
         """Rows were filled into an incomplete life."""
-        if life.state is State.INCOMPLETE and life.num_tokens is not None:
-            self._count(life, life.num_tokens, now)
+        if life.state is not State.INCOMPLETE or life.num_tokens is None:
+            return
+        if not life.ended and self._is_of_others(life, life.num_tokens):
+            life.state, life.num_tokens, life.missing = State.OPEN, None, ()
+            self._journal.changed(life)
+            life.note(now, "whole, and not of the tokens whose length it was: open again")
+            return
+        self._count(life, life.num_tokens, now)
 
     def lost(self, life: Life, reason: str, now: float) -> None:
         """Nobody is left to fill it. Its pages are free at once: a lost life is never served."""

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import zmq
 
-from collector.core.events import Effect, Event, Leave, Logged, Tick, ToEngine, ToTrainer
+from collector.core.events import Effect, Event, Leave, Logged, Tick, ToEngine, ToTrainer, waits_for_record
 from collector.daemon.config import DaemonConfig
 from collector.daemon.endpoints import Bound
 from collector.daemon.ingest import Ingest
@@ -51,6 +51,8 @@ class Daemon:
         self._over = False
         self._next_tick = 0.0
         self._effects: list[Effect] = []
+        self._held: list[Effect] = []
+        """Answers that wait until the log can be written."""
         self._safe = 0
         self.on_ready: Callable[[], object] = lambda: None
 
@@ -158,18 +160,25 @@ class Daemon:
 
     def _commit(self) -> None:
         """Make safe what events changed, then let others hear of it."""
-        if self._keeper.retry():
+        saved = self._keeper.retry()
+        if saved:
             self._safe = self.core.record
-            record = self.core.take_record()
-            if record is not None and self._keeper.save(record):
-                self._safe = record.number
+            if (record := self.core.take_record()) is not None:
+                saved = self._keeper.save(record)
+                self._safe = record.number if saved else self._safe
         self._handle(Logged(self._safe))
         effects, self._effects = self._effects, []
+        if saved and self._held:
+            effects, self._held = self._held + effects, []
         for effect in effects:
             if isinstance(effect, ToEngine):
                 self._send_engine(effect)
-            else:
+            elif saved or not waits_for_record(effect):
                 self._outbox.send(effect)
+            elif len(self._held) < limits.MAX_HELD_ANSWERS:
+                self._held.append(effect)
+            else:
+                self._outbox.dropped += 1
         self.config.failpoint.reached("acknowledged")
 
     def _send_engine(self, effect: ToEngine) -> None:

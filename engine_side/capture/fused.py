@@ -101,7 +101,7 @@ def _commit(
         for i in tl.static_range(j):
             bits |= ((ids[i] == one) & (one >= 0)).to(tl.int32) * 2
         ids = ids + (one,)  # noqa: RUF005
-    slot = tl.zeros([BT], tl.int64)
+    slot = tl.full([BT], -1, tl.int64)
     if STORE:
         slot = tl.load(slots + tl.where(real_t, t, 0)).to(tl.int64)
         slot = tl.where((slot < 0) | (slot > pad_slot), pad_slot, slot)
@@ -119,7 +119,7 @@ def _commit(
     tl.store(trailer, token.to(tl.int32), mask=real_t)
     tl.store(trailer + 1, position, mask=real_t)
     tl.store(trailer + 2, stamp.to(tl.int32), mask=real_t)
-    tl.store(trailer + 3, (stamp * 0 + version).to(tl.int32), mask=real_t)
+    tl.store(trailer + 3, slot.to(tl.int32), mask=real_t)
     if STORE:
         tl.store(store_stamps + slot * 2, stamp, mask=real_t)
         tl.store(store_stamps + slot * 2 + 1, (version << 32) | (token & 0xFFFFFFFF), mask=real_t)
@@ -159,7 +159,7 @@ def _read(
     trailer = records.to(tl.pointer_type(tl.int32)) + i * (stride // 4) + (stride // 4 - 4)
     tl.store(trailer, token)
     tl.store(trailer + 1, position)
-    tl.store(trailer + 2, tl.where(proven, (stamp & 0xFF).to(tl.int32), 8))
+    tl.store(trailer + 2, tl.where(proven, stamp.to(tl.int32), 8))
     tl.store(trailer + 3, (known >> 32).to(tl.int32))
 
 

@@ -45,12 +45,13 @@ def commit(
     trailer[:, 0] = token
     trailer[:, 1] = position
     trailer[:, 2] = _low(stamp)
-    trailer[:, 3] = version
+    trailer[:, 3] = -1
     if store is not None:
         store_rows, stamps, store_positions = store
         pad = len(store_rows) - 1
         at = slots[:num_tokens].to(torch.int64)
         at = torch.where((at < 0) | (at > pad), pad, at)
+        trailer[:, 3] = at
         store_rows[at] = rows
         stamps[at, 0] = stamp
         stamps[at, 1] = (version << 32) | (token & 0xFFFFFFFF)
@@ -76,7 +77,7 @@ def read(
     trailer = records[:count, layout.trailer_at :].view(torch.int32)
     trailer[:, 0] = tokens
     trailer[:, 1] = positions
-    trailer[:, 2] = torch.where(proven, stamp & 0xFF, UNPROVEN)
+    trailer[:, 2] = torch.where(proven, _low(stamp), UNPROVEN)
     trailer[:, 3] = known >> 32
 
 

@@ -1,8 +1,9 @@
 """The memory of a committed row: ids of all layers, then a trailer, so that one copy moves a whole step.
 
 A record is `row_bytes` of expert ids `[moe_layers, top_k]` (int16, -1 = uncaptured, or uint8, 255 = uncaptured),
-padding up to 16 bytes, and a trailer of four int32: token id, position, stamp, weight version. A stamp is the number of
-the commit, modulo 2**24, shifted left by 8, plus the row's status. The number is what tells a row of this step from one
+padding up to 16 bytes, and a trailer of four int32: token id, position, stamp, and the KV slot of a row as it was
+committed (-1: it is stored nowhere) or the weight version of a row that was read back. A stamp is the number of the
+commit, modulo 2**24, shifted left by 8, plus the row's status. The number is what tells a row of this step from one
 that an earlier step left in the same memory.
 """
 
@@ -77,17 +78,19 @@ class RecordLayout:
             np.ndarray(count, np.uint8, memory, trailer + 8, stride),
             np.ndarray(count, np.int32, memory, trailer + 8, stride),
             np.ndarray(count, np.int32, memory, trailer + 12, stride),
+            np.ndarray(count, np.int32, memory, trailer + 12, stride),
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Views of n records. rows: int16 or uint8 [n, moe_layers, top_k]; token_ids, positions, versions: int32 [n];
-    status: uint8 [n], 0 is clean; stamps: int32 [n]."""
+    """Views of n records. rows: int16 or uint8 [n, moe_layers, top_k]; token_ids, positions, stamps: int32 [n]; status:
+    uint8 [n], 0 is clean. slots (of rows as committed) and versions (of rows read back), int32 [n], share memory."""
 
     rows: NDArray[np.int16] | NDArray[np.uint8]
     token_ids: NDArray[np.int32]
     positions: NDArray[np.int32]
     status: NDArray[np.uint8]
     stamps: NDArray[np.int32]
+    slots: NDArray[np.int32]
     versions: NDArray[np.int32]

@@ -63,12 +63,19 @@ class StepExporter:
         columns, wait, free, self._step = self._copy(rows.records)
         return LandingStep(
             plan, columns.rows, columns.token_ids, columns.positions, columns.status, None, wait, free,
-            columns.stamps, rows.commit_no,
+            columns.stamps, rows.commit_no, columns.slots, self,
         )  # fmt: skip
 
-    def read(self, plan: StepPlan, store: SlotStore, asked: NDArray[np.int32], max_commit: int) -> LandingStep:
+    def read(
+        self,
+        plan: StepPlan,
+        store: SlotStore,
+        asked: NDArray[np.int32],
+        max_commit: int,
+        proof: NDArray[np.int32] | None = None,
+    ) -> LandingStep:
         """A landing step of rows read back from the store, at most `rows_per_chunk`. asked: int32 [3, N]: slots, token
-        ids, positions. Raises PinnedFull."""
+        ids, positions. proof: int32 [N], of a repair: the commits they must be of. Raises PinnedFull."""
         count = asked.shape[1]
         chunk = self._chunk_of(count)
         self._wait_for(self._prefix)
@@ -85,8 +92,9 @@ class StepExporter:
             give()
 
         return LandingStep(
-            plan, columns.rows, columns.token_ids, columns.positions, columns.status, columns.versions, wait, free_both
-        )
+            plan, columns.rows, columns.token_ids, columns.positions, columns.status, columns.versions, wait, free_both,
+            columns.stamps, None, asked[0], self, proof,
+        )  # fmt: skip
 
     def _wait_for(self, copied: Pinned | None) -> None:
         """Have the current stream wait until `copied` has landed, unless it is known to have."""

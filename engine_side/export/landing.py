@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,8 @@ class LandingStep:
     row_versions: int32 [T] weight versions of rows read back from the slot store, else None. wait: blocks until the
     copy landed; only the shipper's thread calls it. free: gives the ring slot back. stamps, commit_no: int32 [T],
     commit number << 8 | status, and the number they must carry: other rows are left over from another step, or from a
-    forward that was never committed. None: not checked.
+    forward that was never committed. None: not checked. slots, origin: int32 [T], where the rows can be read back, and
+    from whose store; None where they cannot. proof: int32 [T], of a repair: the commit each row must be of.
     """
 
     plan: StepPlan
@@ -33,3 +34,23 @@ class LandingStep:
     free: Callable[[], None]
     stamps: NDArray[np.int32] | None = None
     commit_no: int | None = None
+    slots: NDArray[np.int32] | None = None
+    origin: object = None
+    proof: NDArray[np.int32] | None = None
+
+    @property
+    def starts(self) -> NDArray[np.int32]:
+        """int32 [n]: first positions of the plan's segments, as the device ran them. Valid once landed."""
+        return self.positions[self.plan.offsets[:-1]].astype(np.int32)
+
+    def first_rows(self, counts: NDArray[np.int64]) -> LandingStep:
+        """The first `counts[i]` rows of each segment, as a step of their own. Copies them: valid once landed."""
+        lengths = np.diff(self.plan.offsets)
+        place = np.arange(len(self.token_ids)) - np.repeat(self.plan.offsets[:-1], lengths)
+        keep = place < np.repeat(counts, lengths)
+        picked = {
+            name: column[keep]
+            for name in ("rows", "token_ids", "positions", "status", "row_versions", "stamps", "slots", "proof")
+            if (column := getattr(self, name)) is not None
+        }
+        return replace(self, plan=self.plan.first_rows(counts), **picked)

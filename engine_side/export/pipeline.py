@@ -18,6 +18,7 @@ from engine_side.capture.slot_store import SlotStore
 from engine_side.export.exporter import StepExporter
 from engine_side.export.plan import StepPlan
 from engine_side.export.planner import DecodeBatch, RoutePlanner, ScheduledBatch
+from engine_side.shipping.losses import RepairAsk
 from engine_side.shipping.shipper import Shipper
 
 log = logging.getLogger("r3.capture")
@@ -117,6 +118,8 @@ class CapturePipeline:
                 self.lost_steps += 1
                 self._shipper.lost(plan)
             raise
+        if self._shipper.asks:
+            self._repair(self._shipper.asks.popleft())
 
     def _put_step(self, plan: StepPlan) -> None:
         total = int(plan.offsets[-1])
@@ -144,6 +147,17 @@ class CapturePipeline:
             self._shipper.put(self._exporter.read(plans[0], self.store, part, self.recorder.commit_no))
             at += count
             del plans[0]
+
+    def _repair(self, ask: RepairAsk) -> None:
+        """Read rows back that the shipper had to drop, behind this step's commit. What cannot be read stays lost."""
+        plan = self.planner.repair(ask.lives, ask.starts, ask.counts)
+        try:
+            if self.store is None or ask.origin is not self._exporter:
+                raise CaptureError("their slots are gone")
+            self._shipper.put(self._exporter.read(plan, self.store, ask.asked, self.recorder.commit_no, ask.proof))
+        except Exception as error:
+            log.warning("%d dropped rows cannot be read back: %s", ask.asked.shape[1], error)
+            self._shipper.lost(plan)
 
     # ------------------------------------------------------------------ blocks and ends
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,3 +25,16 @@ class StepPlan:
     kinds: NDArray[np.uint8]
     weight_version: int
     opens: tuple[tuple[int, str], ...] = ()
+
+    def first_rows(self, counts: NDArray[np.int64]) -> StepPlan:
+        """The first `counts[i]` rows of each segment; segments of none are left out."""
+        kept = counts > 0
+        index = np.cumsum(kept) - 1
+        return replace(
+            self,
+            req_ids=tuple(life for life, stays in zip(self.req_ids, kept, strict=True) if stays),
+            starts=self.starts[kept],
+            offsets=np.concatenate(([0], np.cumsum(counts[kept]))).astype(np.int32),
+            kinds=self.kinds[kept],
+            opens=tuple((int(index[at]), name) for at, name in self.opens if kept[at]),
+        )

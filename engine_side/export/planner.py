@@ -106,12 +106,18 @@ class RoutePlanner:
         if some:
             yield self._cached(*zip(*some, strict=True))
 
+    def repair(self, lives: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> StepPlan:
+        """A read of rows that were shipped once and dropped, one entry a segment."""
+        return self._cached(lives, starts, counts, kind=Kind.REPAIR)
+
     def _cached(
         self,
         lives: Sequence[str],
         starts: Sequence[int],
         counts: Sequence[int],
         opens: tuple[tuple[int, str], ...] = (),
+        *,
+        kind: Kind = Kind.CACHED,
     ) -> StepPlan:
         self.step += 1
         return StepPlan(
@@ -119,7 +125,7 @@ class RoutePlanner:
             req_ids=tuple(lives),
             starts=np.asarray(starts, np.int32),
             offsets=_offsets(np.asarray(counts, np.int64)),
-            kinds=np.full(len(lives), Kind.CACHED, np.uint8),
+            kinds=np.full(len(lives), kind, np.uint8),
             weight_version=0,
             opens=opens,
         )

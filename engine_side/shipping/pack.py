@@ -19,14 +19,11 @@ from protocol.messages import Kind, RoutedExpertsPatch, RowsLost
 
 @dataclass(slots=True, frozen=True)
 class Packed:
-    """Columns of a patch, ready but for its number. failed: (life id, why) of segments whose device positions
-    contradict the plan. starts: int32 first positions of the plan's segments, as the device ran them."""
+    """Columns of a patch, ready but for its number, and copies of its rows and token ids."""
 
     columns: dict[str, Any]
-    starts: NDArray[np.int32]
     rows: NDArray[Any]
     token_ids: NDArray[np.int32]
-    failed: tuple[tuple[str, str], ...]
 
     @property
     def nbytes(self) -> int:
@@ -47,15 +44,16 @@ class Packer:
         self._ids: tuple[str, ...] = ()
         self._ids_column = codec.encode_ids(())
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of row memory that one row takes, its token id included."""
+        layers, top_k = self._geometry.row_shape
+        return layers * top_k * self._geometry.wire_dtype.itemsize + 4
+
     def step(self, landing: LandingStep) -> Packed:
-        """Copy a landed step out of the ring. The arrays of the result own their memory. Raises ValueError when the
-        step's columns disagree in length with its plan, or its rows are not of the commit they should be of."""
+        """Copy a landed step, once it is checked, out of the ring. The arrays of the result own their memory."""
         plan = landing.plan
-        _require_rows(landing)
-        counts = np.diff(plan.offsets)
-        starts = landing.positions[plan.offsets[:-1]].astype(np.int32)
-        device_starts = starts
-        failed = _contradictions(plan, landing.positions, starts, counts)
+        starts = landing.starts
         versions = np.full(len(starts), plan.weight_version, np.int32)
         ids, kinds, offsets, opens = plan.req_ids, plan.kinds, plan.offsets, plan.opens
         if landing.row_versions is not None:
@@ -78,7 +76,7 @@ class Packer:
         # -1 as uint8 is 255, so the cast is the encoding. `array` always copies: the ring slot is reused.
         rows = np.array(landing.rows.astype(self._geometry.wire_dtype, copy=False), order="C")
         tokens = np.array(landing.token_ids.astype("<i4", copy=False), order="C")
-        return Packed(columns, device_starts, rows, tokens, failed)
+        return Packed(columns, rows, tokens)
 
     def lost(self, plan: StepPlan, seq: int, starts: NDArray[np.int32] | None = None) -> bytes:
         """The `RowsLost` that stands for a step. Unknown starts are lost from 0."""
@@ -112,6 +110,14 @@ class Packer:
         if ids != self._ids:
             self._ids, self._ids_column = ids, codec.encode_ids(ids)
         return self._ids_column
+
+
+def check(landing: LandingStep) -> tuple[tuple[str, str], ...]:
+    """(life id, why) of segments of a landed step whose device positions contradict the plan. Raises ValueError when
+    its columns disagree in length with its plan, or its rows are not of the commit they should be of."""
+    _require_rows(landing)
+    plan = landing.plan
+    return _contradictions(plan, landing.positions, landing.starts, np.diff(plan.offsets))
 
 
 def _require_rows(landing: LandingStep) -> None:

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import uuid
-from typing import Final
+from typing import Final, Literal
 
 import zmq
 
@@ -32,13 +32,16 @@ _PATIENCE_S = 0.05
 _WRITE: Final = ctypes.PyDLL(None).write
 """write(2), with the interpreter lock held."""
 _BURST = 64
+MAX_WAIT_S: Final = 600.0
+"""An engine that is held longer than this is as good as dead."""
 
 
 class Shipper:
     """Ships steps to the collector at `collector`, in order, exactly once, and resends what a new connection lost.
 
     engine_id: a stable name of this emitter, for people. window_cap_bytes: rows held while the collector is away or
-    slow; beyond it whole steps are declared lost in sequence, and the engine never waits.
+    slow. From half of it on, the youngest requests' rows are declared lost in sequence, and asked for again once there
+    is room. on_full "wait": during such an outage `put` holds the engine first, for `wait_s` seconds in all.
     """
 
     def __init__(
@@ -48,17 +51,28 @@ class Shipper:
         engine_id: str,
         *,
         window_cap_bytes: int = 256 << 20,
+        on_full: Literal["drop", "wait"] = "drop",
+        wait_s: float = 30.0,
     ) -> None:
+        if on_full not in ("drop", "wait"):
+            raise ValueError(f"on_full must be 'drop' or 'wait', got {on_full!r}")
+        if not 0.0 <= wait_s <= MAX_WAIT_S:
+            raise ValueError(f"wait_s must be in [0, {MAX_WAIT_S:g}] seconds, got {wait_s}")
         self.collector = checked(collector)
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
         self._stream = Stream(geometry, engine_id, self.incarnation, window_cap_bytes)
         self._queue = self._stream.queue
+        self.asks = self._stream.asks
+        """Dropped rows that the engine's thread should read back from its slot store: see `Stream.asks`."""
         self._wake_read = self._wake_write = -1
         self.quiet = False
         """Set while the engine's thread is at work in Python, between two forwards: a step that was put then is left
         alone for a while, because what this thread does costs that one its time."""
         self._sleeping = False
+        self._wait_s = self._patience = wait_s if on_full == "wait" else 0.0
+        self._crowded = False
+        self._roomy = threading.Event()
         self._over = False
         self._closing: float | None = None
         self._heard_at = 0.0
@@ -74,10 +88,13 @@ class Shipper:
         self._thread.start()
 
     def put(self, step: LandingStep) -> None:
-        """Hand a step over. Never blocks, never raises for a dead collector, or behind `close`."""
+        """Hand a step over. Never blocks (but see `on_full`), never raises for a dead collector, or
+        behind `close`."""
         if self._over:
             step.free()
             return
+        if self._crowded and self._patience > 0.0:
+            self._wait_for_room()
         self._queue.append(step)
         if self._sleeping:
             self._wake()
@@ -117,6 +134,12 @@ class Shipper:
             if self._sleeping:
                 self._wake()
 
+    def _wait_for_room(self) -> None:
+        began = time.monotonic()
+        self.quiet = False
+        self._roomy.wait(self._patience)
+        self._patience -= time.monotonic() - began
+
     def _wake(self) -> None:
         # Not os.write: that lets go of the interpreter lock, and the thread it wakes takes it, for as long as it packs
         # a step (60 us were seen). Its result does not matter: a full pipe already wakes the thread.
@@ -145,6 +168,8 @@ class Shipper:
             context.term()
             # Also when the thread failed: an engine goes on putting, and nothing may pile up behind it.
             self._over = True
+            self._crowded = False
+            self._roomy.set()
             self._free_queue()
 
     def _loop(self) -> None:
@@ -156,6 +181,9 @@ class Shipper:
             took = 0
             while took < _BURST and self._stream.take():
                 took += 1
+            self._stream.wish()
+            if self._wait_s:
+                self._tell_room(self._stream.crowded)
             blocked = not self._send()
             now = time.monotonic()
             self._keep_alive(now)
@@ -175,6 +203,15 @@ class Shipper:
                 os.read(self._wake_read, 4096)
             if self._socket in ready:
                 self._receive()
+
+    def _tell_room(self, crowded: bool) -> None:
+        """An outage, as far as waiting goes, lasts until the window takes everybody's rows again."""
+        if crowded and not self._crowded:
+            self._roomy.clear()
+            self._crowded = True
+        elif self._crowded and not crowded:
+            self._patience, self._crowded = self._wait_s, False
+            self._roomy.set()
 
     def _nap(self, until: float) -> None:
         """While steps keep coming: until there is one to take, or an answer to read. Nobody wakes this thread, which

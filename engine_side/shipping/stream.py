@@ -6,15 +6,17 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_side.capture.records import COMMIT_MASK, UNPROVEN
 from engine_side.export.landing import LandingStep
 from engine_side.export.plan import StepPlan
 from engine_side.shipping.live import LiveLives
-from engine_side.shipping.pack import Packer
+from engine_side.shipping.losses import Losses, RepairAsk
+from engine_side.shipping.pack import Packed, Packer, check
 from engine_side.shipping.window import Entry, Window
 from protocol import codec
 from protocol.geometry import Geometry
@@ -27,6 +29,7 @@ from protocol.messages import (
     Heartbeat,
     Hello,
     HelloFirst,
+    Kind,
     RequestFinished,
     Welcome,
 )
@@ -34,6 +37,7 @@ from protocol.messages import (
 log = logging.getLogger("r3.shipper")
 
 HEARTBEAT_S = 1.0
+_REPAIR_BYTES: Final = 8 << 20
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,12 +70,14 @@ Item: TypeAlias = LandingStep | Finish | Lost | Barrier
 
 @dataclass(slots=True)
 class ShipperStats:
-    """Counters since start. bytes: row memory shipped. acked_seq: -1 before the first acknowledgement."""
+    """Counters since start. bytes: row memory shipped. rows_lost: declared lost, rows_repaired: of those, shipped after
+    all. acked_seq: -1 before the first acknowledgement."""
 
     patches: int = 0
     rows: int = 0
     bytes: int = 0
     rows_lost: int = 0
+    rows_repaired: int = 0
     errors: int = 0
     acked_seq: int = -1
     next_seq: int = 0
@@ -92,6 +98,10 @@ class Stream:
         self._geometry = geometry.validate()
         self._packer = Packer(geometry)
         self._window = Window(window_cap_bytes)
+        self._row_bytes = self._packer.row_bytes
+        self._losses = Losses()
+        self.asks: deque[RepairAsk] = deque()
+        """What the engine's thread should read back: it takes an ask and queues the landing, or the plan as `Lost`."""
         self.live = LiveLives()
         self._stats = ShipperStats()
         self._state_id = ""
@@ -102,6 +112,11 @@ class Stream:
     def unacknowledged(self) -> int:
         """Messages that the collector has not acknowledged."""
         return len(self._window)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the window is so full that requests lose rows."""
+        return self._window.share < 1.0
 
     @property
     def drained(self) -> bool:
@@ -133,7 +148,7 @@ class Stream:
             finally:
                 item.free()
         elif isinstance(item, Lost):
-            self._declare_lost(item.plan)
+            self._lost(item.plan)
         elif isinstance(item, Barrier):
             # The trainer's length is all the end such a life ever gets.
             self.live.finished(item.life, window.next_seq)
@@ -145,25 +160,88 @@ class Stream:
     def _take_step(self, step: LandingStep) -> None:
         try:
             step.wait()
-            packed = self._packer.step(step)
-            frames = packed.frames(self._window.next_seq)
+            if step.proof is not None:
+                step = self._proven(step, step.proof)
+            failed = check(step)
+            if self._losses:
+                self._losses.cut(step.plan.req_ids, step.starts, step.plan.kinds)
+            counts = self._room_for(step)
+            kept, dropped = step, None
+            if counts is not None:
+                kept, dropped = step.first_rows(counts), step.first_rows(np.diff(step.plan.offsets) - counts)
+            packed = self._packer.step(kept)
         except Exception:
             self._stats.errors += 1
             log.exception("step %d could not be read back: its rows are lost", step.plan.step)
-            self._declare_lost(step.plan)
+            self._lost(step.plan)
             return
-        if not self._window.fits(packed.nbytes):
-            self._declare_lost(step.plan, packed.starts)
-            return
-        self._note_opens(step.plan)
-        self._window.add(frames, packed.nbytes)
-        self._stats.patches += 1
-        self._stats.rows += len(packed.rows)
-        self._stats.bytes += packed.nbytes
-        for life, why in packed.failed:
+        if dropped is not None and dropped.plan.req_ids:
+            self._drop(dropped)
+        if kept.plan.req_ids:
+            self._ship(kept.plan, packed)
+        for life, why in failed:
             self._stats.errors += 1
             log.error("life %s: %s", life, why)
             self._finish(Finish(life, None, "failed", why))
+
+    def _ship(self, plan: StepPlan, packed: Packed) -> None:
+        self._note_opens(plan)
+        self._window.add(packed.frames(self._window.next_seq), packed.nbytes)
+        self._stats.patches += 1
+        self._stats.rows += len(packed.rows)
+        self._stats.bytes += packed.nbytes
+
+    def _room_for(self, step: LandingStep) -> NDArray[np.int64] | None:
+        """How many rows of each segment the window still takes: all or none of a life's, the oldest lives first. None
+        stands for all of them."""
+        window, plan = self._window, step.plan
+        if window.share == 1.0 and len(step.token_ids) * self._row_bytes <= window.room:
+            return None
+        lengths = np.diff(plan.offsets).astype(np.int64)
+        _, life = np.unique(self.live.ages(plan.req_ids), return_inverse=True)
+        nbytes = np.cumsum(np.bincount(life, lengths)) * self._row_bytes
+        few = max(1, int(window.share * len(nbytes)))
+        fits = (np.arange(len(nbytes)) < few) & (nbytes <= window.room)
+        return np.where(fits[life], lengths, 0)
+
+    def _drop(self, step: LandingStep) -> None:
+        """No room for these rows of a landed step: lost, unless the slot store gives them back later."""
+        if step.proof is None:
+            self._declare_lost(step.plan, step.starts)
+        self._losses.add(step)
+
+    # ------------------------------------------------------------------ repairs
+
+    def wish(self) -> None:
+        """Ask for lost rows to be read back, once there is plenty of room for them."""
+        if self._losses.rows and self.welcomed and self._window.share == 1.0:
+            # So few that with the rows that come meanwhile the window stays out of need.
+            ask = self._losses.ask(max(1, min(_REPAIR_BYTES, self._window.room // 4) // self._row_bytes))
+            if ask is not None:
+                self.asks.append(ask)
+
+    def _proven(self, step: LandingStep, proof: NDArray[np.int32]) -> LandingStep:
+        """Of rows that were read back, those that are still wanted. A row is what was lost only if the very commit
+        that wrote it still stands in its slot."""
+        assert step.stamps is not None
+        wanted = self._losses.answered()
+        status = np.where((step.stamps >> 8) & COMMIT_MASK == proof, step.status, UNPROVEN)
+        step = replace(step, status=status.astype(np.uint8))
+        # A `forward` takes back the rest of its life, so what is left of a segment is its beginning.
+        step = step.first_rows(np.add.reduceat(wanted, step.plan.offsets[:-1], dtype=np.int64))
+        self._stats.rows_repaired += int((step.status == 0).sum())
+        return step
+
+    def _lost(self, plan: StepPlan) -> None:
+        if len(plan.kinds) and plan.kinds[0] == Kind.REPAIR:
+            # They were declared lost when they were dropped.
+            self._losses.answered()
+            return
+        if self._losses:
+            self._losses.cut(plan.req_ids, plan.starts, plan.kinds)
+        self._declare_lost(plan)
+
+    # ------------------------------------------------------------------ what takes a number
 
     def _finish(self, item: Finish) -> None:
         window = self._window

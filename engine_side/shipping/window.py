@@ -49,9 +49,16 @@ class Window:
         """Number of the next message to send: everything below it was sent on this connection."""
         return self._first + self._cursor
 
-    def fits(self, nbytes: int) -> bool:
-        """Whether rows of this size may be added."""
-        return self.held_bytes + nbytes <= self.cap_bytes
+    @property
+    def room(self) -> int:
+        """Bytes of rows that may be added."""
+        return self.cap_bytes - self.held_bytes
+
+    @property
+    def share(self) -> float:
+        """The share of live requests whose rows are still taken, oldest first: all of them until the window is half
+        full, then ever fewer, so that the oldest lose nothing for as long as there is any room."""
+        return min(1.0, 2.0 * self.room / self.cap_bytes) if self.cap_bytes else 0.0
 
     def add(self, frames: tuple[Any, ...], nbytes: int) -> None:
         """Append the message numbered `next_seq`."""

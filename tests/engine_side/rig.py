@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,7 @@ from engine_side.capture.records import Columns, RecordLayout
 from engine_side.capture.slot_store import SlotStore
 from engine_side.export.landing import LandingStep
 from engine_side.export.plan import StepPlan
+from engine_side.shipping.losses import RepairAsk
 from protocol.geometry import Geometry
 
 DEVICE = torch.device(os.environ.get("R3_DEVICE", "cpu"))
@@ -72,6 +74,7 @@ class Queue:
 
     landings: list[LandingStep] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
+    asks: deque[RepairAsk] = field(default_factory=deque)
 
     def put(self, step: LandingStep) -> None:
         self.landings.append(step)

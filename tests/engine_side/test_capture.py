@@ -30,7 +30,8 @@ def test_a_commit_holds_every_layer_in_batch_order_and_in_its_slots(
     assert step.status.tolist() == [0, 0, 0, 0]
     assert step.token_ids.tolist() == [100, 101, 102, 103]
     assert step.positions.tolist() == [0, 1, 2, 3]
-    assert step.versions.tolist() == [3] * 4
+    assert step.slots.tolist() == slots
+    assert (made.store.stamps[slots, 1] >> 32).tolist() == [3] * 4
     assert (step.stamps >> 8).tolist() == [1] * 4
     assert [made.stored(slot).tolist() for slot in slots] == expected.tolist()
     assert [made.number(slot) for slot in slots] == [1, 1, 1, 1]

@@ -16,7 +16,8 @@ from engine_side.export.exporter import StepExporter, nothing
 from engine_side.export.pinned import PinnedFull, PinnedPool
 from engine_side.export.pipeline import CapturePipeline, PrefixHits
 from engine_side.export.planner import ScheduledBatch
-from engine_side.shipping.pack import Packer
+from engine_side.shipping.losses import RepairAsk
+from engine_side.shipping.pack import check
 from protocol.geometry import Geometry
 from protocol.messages import Kind
 from tests.engine_side.rig import DEVICE, Queue, choices, signed, tensor
@@ -95,12 +96,11 @@ def test_a_forward_that_never_committed_is_lost_and_never_another_steps_rows(see
     pipeline.end(ScheduledBatch(["a"], [0], [2], [2]))
     pipeline.begin(0)
     pipeline.end(ScheduledBatch(["a"], [2], [2], [4]))
-    packer = Packer(GEOMETRY)
     for landing in queue.landings:
         landing.wait()
-    packer.step(queue.landings[0])
+    check(queue.landings[0])
     with pytest.raises(ValueError, match="2 of 2 rows were not committed by its forward"):
-        packer.step(queue.landings[1])
+        check(queue.landings[1])
 
 
 def test_a_step_that_cannot_be_committed_is_lost_and_the_next_is_whole(seed: int) -> None:
@@ -298,3 +298,49 @@ def test_a_ring_that_fills_within_a_prefix_loses_what_is_left_of_it_and_says_so(
     assert pool is not None
     queue.landings[-1].free()
     assert sum(map(len, pool._free.values())) * (64 << 10) == pool.held_bytes
+
+
+def _ask(step: Any, lives: tuple[str, ...], starts: tuple[int, ...], counts: tuple[int, ...]) -> RepairAsk:
+    """Of all rows of a landed step."""
+    asked = np.stack([step.slots, step.token_ids, step.positions]).astype(np.int32)
+    return RepairAsk(step.origin, lives, starts, counts, asked, (step.stamps >> 8).astype(np.int32))
+
+
+def test_dropped_rows_are_read_back_behind_the_next_step_if_their_own_commit_still_stands_in_the_slot(
+    seed: int,
+) -> None:
+    pipeline, queue = _pipeline()
+    ids = _forward(pipeline, seed, [3, 4, 5, 9], [0, 1, 2, 0], version=6)
+    pipeline.end(ScheduledBatch(["a", "b"], [0, 0], [3, 1], [3, 1]))
+    (lost,) = queue.landings
+    lost.wait()
+    queue.asks.append(_ask(lost, ("a", "b"), (0, 0), (3, 1)))
+    # Another request computes the same token at the same position in the same slot meanwhile.
+    _forward(pipeline, seed + 50, [4], [1], version=7)
+    pipeline.end(ScheduledBatch(["c"], [1], [1], [2]))
+    repair = queue.landings[2]
+    repair.wait()
+    assert repair.plan.req_ids == ("a", "b")
+    assert repair.plan.kinds.tolist() == [Kind.REPAIR] * 2
+    assert repair.proof is not None
+    assert repair.stamps is not None
+    proven = repair.stamps >> 8 == repair.proof
+    assert proven.tolist() == [True, False, True, True]
+    assert np.array_equal(signed(repair.rows)[proven], ids[proven.nonzero()[0]])
+    assert repair.row_versions is not None
+    assert repair.row_versions.tolist() == [6, 7, 6, 6]
+    assert not queue.asks
+
+
+def test_nothing_of_before_sleep_is_read_back_after_it(seed: int) -> None:
+    pipeline, queue = _pipeline()
+    _forward(pipeline, seed, [3, 4], [0, 1])
+    pipeline.end(ScheduledBatch(["a"], [0], [2], [2]))
+    lost = queue.landings.pop()
+    awake, _ = _pipeline()
+    awake._shipper = pipeline._shipper
+    queue.asks.append(_ask(lost, ("a",), (0,), (2,)))
+    _forward(awake, seed, [3, 4], [0, 1])
+    awake.end(ScheduledBatch(["b"], [0], [2], [2]))
+    assert [landing.plan.req_ids for landing in queue.landings] == [("b", "b")]
+    assert [plan.kinds.tolist() for plan in queue.plans] == [[Kind.REPAIR]]

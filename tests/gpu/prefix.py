@@ -30,6 +30,7 @@ class Landings:
     """Stands where the shipper does."""
 
     quiet = False
+    asks: tuple[()] = ()
 
     def __init__(self) -> None:
         self.steps: list[LandingStep] = []

@@ -20,7 +20,7 @@ from torch import Tensor
 from engine_side.capture.records import UNCAPTURED_LAYER, RecordLayout
 from engine_side.export.pipeline import CapturePipeline, PrefixHits
 from engine_side.export.planner import ScheduledBatch
-from engine_side.shipping.pack import Packer
+from engine_side.shipping.pack import check
 from protocol.geometry import Geometry
 from tests.engine_side.rig import Queue, signed
 
@@ -171,7 +171,7 @@ def test_a_replayed_graph_records_every_step(seed: int, dtype: torch.dtype, expe
     """Sizes in any order, padding, fresh inputs: rows and store are what the forward chose, step by step."""
     engine = Engine(seed, experts, top_k, dtype)
     graphs = {size: engine.capture(size) for size in SIZES}
-    packer, chance = Packer(engine.geometry), random.Random(seed)
+    chance = random.Random(seed)
     rows: dict[int, NDArray[np.int64]] = {}
     written: dict[int, int] = {}
     for step in range(1, 41):
@@ -180,7 +180,9 @@ def test_a_replayed_graph_records_every_step(seed: int, dtype: torch.dtype, expe
         chosen = engine.step(graphs[size], inputs, version=step).cpu().numpy()
         landing = engine.queue.landings.pop()
         landing.wait()
-        assert not packer.step(landing).failed
+        assert not check(landing)
+        assert landing.slots is not None
+        assert landing.slots.tolist() == inputs.slots[: inputs.real].tolist()
         assert np.array_equal(signed(landing.rows), chosen)
         assert not landing.status.any()
         assert landing.token_ids.tolist() == inputs.tokens[: inputs.real].tolist()
@@ -248,18 +250,17 @@ def test_the_next_replay_overwrites_nothing_that_is_not_copied_yet(
 def test_a_graph_captured_before_capture_was_installed_ships_no_row(seed: int) -> None:
     engine = Engine(seed)
     graph, late = engine.capture(8), engine.capture(8, capturing=False)
-    packer = Packer(engine.geometry)
     for _ in range(2):
         chosen = engine.step(graph, engine.inputs(8)).cpu().numpy()
         landing = engine.queue.landings.pop()
         landing.wait()
         assert np.array_equal(signed(landing.rows), chosen)
-        packer.step(landing)
+        check(landing)
         engine.step(late, engine.inputs(8))
         landing = engine.queue.landings.pop()
         landing.wait()
         with pytest.raises(ValueError, match="8 of 8 rows were not committed by its forward"):
-            packer.step(landing)
+            check(landing)
 
 
 def test_a_replay_before_the_first_step_commits_uncaptured_and_follows_no_address(seed: int) -> None:
@@ -279,7 +280,7 @@ def test_a_replay_before_the_first_step_commits_uncaptured_and_follows_no_addres
     chosen = engine.step(graph, inputs).cpu().numpy()
     landing = engine.queue.landings.pop()
     landing.wait()
-    assert not Packer(engine.geometry).step(landing).failed
+    assert not check(landing)
     assert np.array_equal(signed(landing.rows), chosen)
 
 

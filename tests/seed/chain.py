@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine_side.export.landing import LandingStep
 from engine_side.export.plan import StepPlan
 from engine_side.export.planner import RoutePlanner, ScheduledBatch
-from engine_side.shipping.pack import Packer
+from engine_side.shipping.pack import Packer, check
 from engine_side.shipping.stream import Item, Stream
 from protocol import codec
 from protocol.geometry import Geometry
@@ -100,8 +100,8 @@ class Chain:
 
     def ship(self, step: LandingStep) -> list[CollectorToEngine]:
         """Pack a step and hand it to the collector. Nothing on the device may contradict the plan."""
+        assert not check(step)
         packed = self.packer.step(step)
-        assert not packed.failed
         return self.engine.raw(packed.frames(self._number()))
 
     def finish(self, life: str, num_tokens: int | None, reason: FinishReason = "stop") -> None:

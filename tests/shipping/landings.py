@@ -29,12 +29,17 @@ def landing(
     planned: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
     bad: Sequence[int] = (),
+    slots: Sequence[int] | None = None,
+    commits: Sequence[int] | None = None,
+    proof: Sequence[int] | None = None,
+    origin: object = None,
     rng: np.random.Generator | None = None,
     wait: Callable[[], None] = lambda: None,
     free: Callable[[], None] = lambda: None,
 ) -> LandingStep:
     """A step of these parts with random rows. planned: the host's starts, if they are not the parts'. positions: the
-    device's, if they are not the parts'."""
+    device's, if they are not the parts'. slots, commits: where each row is stored, and the commit that wrote it. proof:
+    of a repair, the commit it should be."""
     rng = rng or np.random.default_rng(step)
     total = sum(n for _, _, n, _ in parts)
     run = [p for _, start, n, _ in parts for p in range(start, start + n)]
@@ -58,6 +63,10 @@ def landing(
         row_versions=None if row_versions is None else _int32(row_versions),
         wait=wait,
         free=free,
+        stamps=None if commits is None else _int32(commits) << 8,
+        slots=None if slots is None else _int32(slots),
+        origin=origin,
+        proof=None if proof is None else _int32(proof),
     )
 
 

@@ -14,7 +14,7 @@ import zmq
 
 from engine_side.shipping.shipper import Shipper
 from protocol import codec
-from protocol.messages import Bye, Hello, Welcome
+from protocol.messages import Ack, Bye, Hello, Welcome
 from tests.harness.patches import SMALL
 from tests.harness.waiting import wait_until
 from tests.shipping.landings import decode
@@ -207,3 +207,50 @@ def test_closing_does_not_wait_for_the_engine_to_launch(tmp_path: Path, monkeypa
         assert time.monotonic() - began < 4
         assert shipper.stats().patches == 2
         assert router.poll(1000)
+
+
+def test_an_engine_that_would_rather_wait_is_held_once_an_outage_and_loses_nothing_meanwhile(tmp_path: Path) -> None:
+    with a_router(tmp_path) as router:
+        shipper = Shipper(
+            f"ipc://{tmp_path}/engines.sock", SMALL, "engine", window_cap_bytes=8 * 4, on_full="wait", wait_s=0.5
+        )
+        shipper.start()
+        peer, _ = hear(router)
+        router.send_multipart([peer, codec.encode(Welcome("s", 0, 1 << 20))])
+        wait_until(lambda: shipper.stats().connected, "the shipper is welcome")
+        for outage in range(2):
+            taken = 3 + shipper.stats().next_seq
+            for at in range(3):
+                shipper.put(decode("1", taken + at))
+            wait_until(lambda: shipper._crowded, "three of four rows are in the window")
+            assert shipper.stats().next_seq == taken
+            began = time.monotonic()
+            shipper.put(decode("1", 90))
+            held = time.monotonic() - began
+            assert held >= 0.5, "nobody acknowledges, so the whole patience of this outage is spent"
+            began = time.monotonic()
+            for at in range(5):
+                shipper.put(decode("1", 91 + at))
+            assert time.monotonic() - began < 0.4, "and not a second time"
+            end = taken + 6
+            wait_until(lambda end=end: shipper.stats().next_seq == end, "then rows are lost")
+            assert shipper.stats().rows_lost == 5 * (outage + 1)
+            router.send_multipart([peer, codec.encode(Ack("s", end - 1, 1 << 20))])
+            wait_until(lambda: not shipper._crowded, "an acknowledgement ends the outage")
+        shipper.put(decode("1", 90))
+        shipper.put(decode("1", 91))
+        shipper.put(decode("1", 92))
+        wait_until(lambda: shipper._crowded, "again")
+        seq = shipper.stats().next_seq
+        late = threading.Timer(0.05, lambda: router.send_multipart([peer, codec.encode(Ack("s", seq, 1 << 20))]))
+        late.start()
+        shipper.put(decode("1", 93))
+        late.join()
+        assert shipper.stats().rows_lost == 10, "it was held until there was room"
+        shipper.close(0.2)
+
+
+@pytest.mark.parametrize("wrong", [{"on_full": "block"}, {"wait_s": -1.0}, {"wait_s": float("nan")}])
+def test_an_odd_wish_for_a_full_window_is_refused(tmp_path: Path, wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Shipper(f"ipc://{tmp_path}/engines.sock", SMALL, "engine", **wrong)  # type: ignore[arg-type]

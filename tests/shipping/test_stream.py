@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_side.shipping.stream import HEARTBEAT_S, Barrier, Finish, Lost, Stream
+from engine_side.shipping.stream import HEARTBEAT_S, Barrier, Finish, Lost
 from protocol import codec
 from protocol.messages import (
     Ack,
-    EngineMessage,
     Flush,
     Flushed,
     Heartbeat,
@@ -23,52 +22,12 @@ from protocol.messages import (
     RequestFinished,
     RoutedExpertsPatch,
     RowsLost,
-    Welcome,
 )
 from protocol.patch import open_loss
 from tests.core.driver import Bench, Emitter
 from tests.harness.patches import SMALL
 from tests.shipping.landings import decode, landing
-
-ROOM = 1 << 20
-
-
-class Line:
-    """A stream and a collector's end of its connection; keeps what it received since it last looked."""
-
-    def __init__(self, cap: int = ROOM, window: int = ROOM) -> None:
-        self.stream = Stream(SMALL, "engine", "incarnation", cap)
-        self.window = window
-        self.now = 10.0
-
-    def hello(self) -> Hello:
-        message = self.stream.keep_alive(self.now)
-        assert isinstance(message, Hello)
-        self.stream.greeted(self.now)
-        return message
-
-    def welcome(self, next_seq: int = 0, state_id: str = "s") -> list[EngineMessage]:
-        self.stream.hear(Welcome(state_id, next_seq, self.window))
-        return self.receive()
-
-    def receive(self) -> list[EngineMessage]:
-        """Everything that may be sent now."""
-        while self.stream.take():
-            pass
-        found = []
-        while (entry := self.stream.due()) is not None:
-            self.stream.sent(entry)
-            message = codec.decode_from_engine(entry.frames)
-            assert getattr(message, "seq", None) == entry.seq
-            found.append(message)
-        return found
-
-    def put(self, *items: Any) -> None:
-        self.stream.queue.extend(items)
-
-
-def kinds_of(messages: list[EngineMessage]) -> list[type]:
-    return [type(message) for message in messages]
+from tests.shipping.line import ROOM, Line, kinds_of
 
 
 def test_nothing_is_sent_before_welcome_and_everything_after_it_in_order() -> None:

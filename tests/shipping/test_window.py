@@ -28,8 +28,9 @@ class WindowHistory(RuleBasedStateMachine):
     @rule(nbytes=st.sampled_from([0, 0, 1, 30, 70, 101]))
     def add(self, nbytes: int) -> None:
         held = sum(entry.nbytes for seq, entry in self.all.items() if seq >= self.first)
-        assert self.window.fits(nbytes) == (held + nbytes <= CAP)
-        if self.window.fits(nbytes):
+        assert self.window.room == CAP - held
+        assert self.window.share == min(1.0, (CAP - held) / (CAP / 2))
+        if nbytes <= self.window.room:
             frames = (f"{self.next}/{nbytes}",)
             self.window.add(frames, nbytes)
             self.all[self.next] = Entry(self.next, frames, nbytes)

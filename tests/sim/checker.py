@@ -94,6 +94,9 @@ class Checker:
             true = row == fact.sampled.get(p) or (fact.reason == "aborted" and row == fact.ran.get(p))
         else:
             true = row in fact.fills.get(p, ())
+            if kind == Kind.REPAIR:
+                self._chaos.note("served_repair")
+                true |= row == fact.sampled.get(p) or (fact.reason == "aborted" and row == fact.ran.get(p))
             if true and p in fact.sampled and p >= fact.prompt - 1:
                 self._chaos.note("declared_fill_for_a_lost_sampling_row")
         if not true:

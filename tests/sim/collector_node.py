@@ -13,6 +13,7 @@ from collector.core.events import (
     ServeRoutes,
     Tick,
     ToEngine,
+    waits_for_record,
 )
 from collector.daemon.ingest import Ingest
 from protocol import codec, codes
@@ -143,7 +144,9 @@ class CollectorNode:
             self._disk.memory[:] = half_written(before, self._disk.memory, self._chaos.rng)
             self._fall()
             return
-        self._perform(self._watch.engine(peer, found, frames, self._loop.now))
+        effects = self._watch.engine(peer, found, frames, self._loop.now)
+        self._perform([effect for effect in effects if isinstance(effect, ToEngine)])
+        self._hold([effect for effect in effects if not isinstance(effect, ToEngine)])
         self._log_soon()
 
     def _log_soon(self) -> None:
@@ -163,7 +166,8 @@ class CollectorNode:
         """As the daemon does: a record of what changed, then `Logged`."""
         if self._chaos.strikes("disk_full"):
             self._disk.full_until = self._loop.now + self._chaos.rng.uniform(0.3, 3.0)
-        if self._loop.now >= self._disk.full_until:
+        saved = self._loop.now >= self._disk.full_until
+        if saved:
             if (record := self.core.take_record()) is not None:
                 self._disk.append(record)
                 self._watch.saved()
@@ -175,7 +179,12 @@ class CollectorNode:
                     return
             self._safe = self.core.record
         held, self._held = self._held, []
-        self._perform(held)
+        for effect in held:
+            # What is on no record is not final.
+            if not saved and waits_for_record(effect):
+                self._held.append(effect)
+            else:
+                self._perform([effect])
         self._perform(self.core.handle(Logged(self._safe), self._loop.now))
 
     def _from_trainer(self, peer: bytes, frames: Frames) -> None:

@@ -50,6 +50,7 @@ class Emitter:
         ship = Shipping()
         ship.put = self.stream.queue.append
         ship.lost = lambda plan: self.stream.queue.append(Lost(plan))
+        ship.asks = self.stream.asks
         ship.finish = lambda life, n, reason: self.stream.queue.append(Finish(life, n, reason))  # type: ignore[arg-type]
         self.engine = Engine(chaos, facts, self.geometry, incarnation, self._land, ship, ended)
         self._every(0.1, self._step)
@@ -89,10 +90,10 @@ class Emitter:
         if self.engine.busy:
             self.engine.step()
 
-    def _land(self, *columns: Any) -> LandingStep:
+    def _land(self, *columns: Any, **more: Any) -> LandingStep:
         broken = self._chaos.strikes("copy_failed")
         landed_at = self._loop.now + self._chaos.rng.uniform(0.0, 0.3)
-        step = Landing(*columns, lambda: None, lambda: None, landed_at=landed_at, broken=broken)
+        step = Landing(*columns, lambda: None, lambda: None, landed_at=landed_at, broken=broken, origin=self, **more)
 
         def wait() -> None:
             if self._loop.now < step.landed_at:
@@ -105,6 +106,9 @@ class Emitter:
             self.unfreed -= 1
             step.rows.fill(3)
             step.token_ids.fill(-3)
+            for column in (step.slots, step.stamps):
+                assert column is not None
+                column.fill(-3)
 
         self.unfreed += 1
         step.wait, step.free = wait, free
@@ -124,6 +128,7 @@ class Emitter:
                 self._chaos.note("overflow")
             if not taken:
                 break
+        stream.wish()
         while (entry := stream.due()) is not None and self._send(entry.frames):
             stream.sent(entry)
         message = stream.keep_alive(now)

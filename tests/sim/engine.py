@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine_side.export.landing import LandingStep
 from engine_side.export.plan import StepPlan
 from engine_side.export.planner import RoutePlanner, ScheduledBatch
+from engine_side.shipping.losses import RepairAsk
 from protocol.geometry import Geometry
 from protocol.messages import Kind
 from tests.sim.cache import UNPROVEN, Stored, slots_of
@@ -84,14 +87,16 @@ class Engine:
         landings: list[LandingStep | StepPlan] = []
         if work:
             plan = self._plan(work)
-            numbers, tokens, positions, samples = self._forward(work)
-            landings.append(self._landing(plan, numbers, tokens, positions))
+            numbers, tokens, positions, slots, samples = self._forward(work)
+            landings.append(self._landing(plan, numbers, tokens, positions, slots))
         else:
             samples = []
         for request, count in hits:
             if request.blocks:
                 self._plan_reads(request, count)
         landings.extend(self._read_due())
+        if work and self._ship.asks:
+            landings.append(self._repair(self._ship.asks.popleft()))
         if not self._options.late_put:
             self._hand_over(landings)
             landings = []
@@ -138,11 +143,12 @@ class Engine:
         accepted = [len(w.request.host) for w in work]
         return self._planner.plan(ScheduledBatch(lives, starts, counts, accepted, opens), self._version)
 
-    def _forward(self, work: list[Work]) -> tuple[list[int], list[int], list[int], list[Sample]]:
+    def _forward(self, work: list[Work]) -> tuple[list[int], list[int], list[int], list[int], list[Sample]]:
         rng = self._rng
         numbers: list[int] = []
         tokens: list[int] = []
         positions: list[int] = []
+        slots: list[int] = []
         samples: list[Sample] = []
         for w in work:
             q, start = w.request, w.start
@@ -151,6 +157,7 @@ class Engine:
             rows = [self._facts.row(token, self._version) for token in run]
             for i, slot in enumerate(slots_of(q.blocks, start + w.count)[start:]):
                 self._cache.write(slot, Stored(rows[i], self._facts.rows[rows[i]], start + i, self._step))
+                slots.append(slot)
             last = start + w.count - 1 - w.drafts
             new: list[int] = []
             q.computed = start + w.count
@@ -170,10 +177,10 @@ class Engine:
             numbers += rows
             tokens += run
             positions += range(start, start + w.count)
-        return numbers, tokens, positions, samples
+        return numbers, tokens, positions, slots, samples
 
     def _landing(
-        self, plan: StepPlan, numbers: list[int], tokens: list[int], positions: list[int]
+        self, plan: StepPlan, numbers: list[int], tokens: list[int], positions: list[int], slots: list[int]
     ) -> LandingStep | StepPlan:
         if self._chaos.strikes("step_lost"):
             return plan
@@ -185,7 +192,10 @@ class Engine:
                 numbers[i] = self._facts.row(-1, self._version)
                 self._facts.lives[self._incarnation, plan.req_ids[segments[i]]].harmed.add("bad row")
         rows = spell(numbers, self._geometry)
-        return self._land(plan, rows, np.array(tokens, np.int32), np.array(positions, np.int32), status, None)
+        return self._land(
+            plan, rows, np.array(tokens, np.int32), np.array(positions, np.int32), status, None,
+            stamps=self._step << 8 | status.astype(np.int32), commit_no=self._step, slots=np.array(slots, np.int32),
+        )  # fmt: skip
 
     def _hand_over(self, landings: list[LandingStep | StepPlan]) -> None:
         for one in landings:
@@ -216,20 +226,37 @@ class Engine:
 
     def _read(self, read: Read) -> LandingStep:
         fact = read.request.fact
-        positions = list(range(read.first, read.first + len(read.slots)))
-        found = [self._cache.at(slot) for slot in read.slots]
-        proven = [
-            self._cache.proves(stored, token, p, read.planned)
-            for stored, token, p in zip(found, read.tokens, positions, strict=True)
-        ]
-        if not all(proven):
+        positions = range(read.first, read.first + len(read.slots))
+        plan = self._planner.cached(fact.life, read.first, len(read.slots), None)
+        step = self._read_back(plan, np.array([read.slots, read.tokens, positions], np.int32), read.planned)
+        if step.status.any():
             self._chaos.note("slot_unproven")
             fact.harmed.add("slot reused before it was read")
-        plan = self._planner.cached(fact.life, read.first, len(found), None)
+        return step
+
+    def _repair(self, ask: RepairAsk) -> LandingStep | StepPlan:
+        """Rows that the shipper had to drop, if their slots still hold what the step they were dropped from wrote."""
+        plan = self._planner.repair(ask.lives, ask.starts, ask.counts)
+        if self._chaos.strikes("step_lost"):
+            return plan
+        self._chaos.note("read_back")
+        return self._read_back(plan, ask.asked, self._step, proof=ask.proof)
+
+    def _read_back(self, plan: StepPlan, asked: NDArray[np.int32], planned: int, **more: Any) -> LandingStep:
+        """As the slot store reads: -1 for a row that was written after step `planned`, or is not the one asked for."""
+        found = [self._cache.at(slot) for slot in asked[0].tolist()]
+        proven = [
+            self._cache.proves(stored, token, p, planned)
+            for stored, (token, p) in zip(found, asked[1:].T.tolist(), strict=True)
+        ]
         rows = spell([stored.row if good else 0 for stored, good in zip(found, proven, strict=True)], self._geometry)
         status = np.array([0 if good else UNPROVEN for good in proven], np.uint8)
         versions = np.array([stored.fact.version for stored in found], np.int32)
-        return self._land(plan, rows, np.array(read.tokens, np.int32), np.array(positions, np.int32), status, versions)
+        stamps = np.array([stored.step << 8 for stored in found], np.int32) * (status == 0) | status
+        slots, tokens, positions = asked.copy()
+        return self._land(
+            plan, rows, tokens, positions, status, versions, stamps=stamps.astype(np.int32), slots=slots, **more
+        )
 
     # ------------------------------------------------------------------ ends
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine_side.export.landing import LandingStep
 from engine_side.export.plan import StepPlan
+from engine_side.shipping.losses import RepairAsk
 from tests.sim.facts import LifeFact
 
 
@@ -61,8 +63,9 @@ class Read:
 
 
 class Shipping:
-    """What an engine needs of a shipper."""
+    """What an engine needs of a shipper. asks: dropped rows to read back."""
 
+    asks: deque[RepairAsk]
     put: Callable[[LandingStep], None]
     lost: Callable[[StepPlan], None]
     finish: Callable[[str, int | None, str], None]

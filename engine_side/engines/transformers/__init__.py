@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from engine_side.engines.transformers.capture import RouteCapture
@@ -32,6 +32,8 @@ def capture_routes(
     *,
     engine_id: str | None = None,
     window_cap_bytes: int = 256 << 20,
+    on_full: Literal["drop", "wait"] = "drop",
+    wait_s: float = 30.0,
     drain_s: float = 10.0,
 ) -> Iterator[RouteCapture | CaptureOff]:
     """Within the block, every continuous-batching run of `model` ships its routes to `collector`.
@@ -39,7 +41,9 @@ def capture_routes(
     model: a Hugging Face MoE model; call `generate_batch`, `init_continuous_batching` or
     `continuous_batching_context_manager` on it inside the block. collector: the engines' endpoint of a collector, which
     may start later. engine_id: a stable name of this engine (default: host and process). window_cap_bytes: rows held
-    while the collector is away. drain_s: how long the end of the block waits until everything is acknowledged.
+    while the collector is away: from half of it on, the youngest requests lose rows, and get back what their KV slots
+    still prove. on_full "wait": before that, hold the engine for at most `wait_s` seconds an outage. drain_s:
+    how long the end of the block waits until everything is acknowledged.
 
     Request ids are the engine's own; with num_return_sequences=n > 1 they are `protocol.ids.sibling_id(id, i)` with
     i = 0 for the request itself and 1 to n-1 for its children.
@@ -54,5 +58,5 @@ def capture_routes(
         return
     from engine_side.engines.transformers.capture import RouteCapture
 
-    with RouteCapture(model, collector, engine_id, window_cap_bytes, drain_s) as capture:
+    with RouteCapture(model, collector, engine_id, drain_s, window_cap_bytes, on_full, wait_s) as capture:
         yield capture

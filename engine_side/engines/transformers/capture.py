@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -45,7 +45,14 @@ class RouteCapture:
     enabled = True
 
     def __init__(
-        self, model: Any, collector: str, engine_id: str | None, window_cap_bytes: int, drain_s: float
+        self,
+        model: Any,
+        collector: str,
+        engine_id: str | None,
+        drain_s: float,
+        window_cap_bytes: int,
+        on_full: Literal["drop", "wait"],
+        wait_s: float,
     ) -> None:
         if "init_continuous_batching" in vars(model):
             raise CaptureRefused("this model is being captured already: leave the other block first")
@@ -60,9 +67,8 @@ class RouteCapture:
         self.ships = tensor_rank(model) == 0
         self._weight_version = 0
         name = engine_id or f"{socket.gethostname()}-{os.getpid()}"
-        self._shipper = (
-            Shipper(collector, self.geometry, name, window_cap_bytes=window_cap_bytes) if self.ships else None
-        )
+        full: dict[str, Any] = {"window_cap_bytes": window_cap_bytes, "on_full": on_full, "wait_s": wait_s}
+        self._shipper = Shipper(collector, self.geometry, name, **full) if self.ships else None
         self._drain_s = drain_s
         self._installed = ExitStack()
         self._processors: list[weakref.ref[ProcessorCapture]] = []
