@@ -48,6 +48,8 @@ class Life:
     flush_asked_at: float = 0.0
     flush_digest: bytes | None = None
     """Digest of the tokens of whoever asked, if it sent one."""
+    length_digest: bytes | None = None
+    """The same of the trainer's length that a barrier let through last; another may be asked about meanwhile."""
     not_its_tokens: tuple[int, bytes] | None = None
     """(num_tokens, digest) that a barrier proved to be of another request: it settles nothing here."""
     settled_at: float = 0.0

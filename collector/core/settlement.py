@@ -44,6 +44,7 @@ class Settlement:
         if life.takes_rows and not life.ended and life.flush_asked == num_tokens:
             life.flush_asked = None
             life.note(now, f"flushed at {num_tokens} tokens")
+            life.length_digest = life.flush_digest
             if self._is_of_others(life, num_tokens):
                 life.note(now, "the trainer's tokens are not these: nothing settles")
             else:
@@ -56,6 +57,7 @@ class Settlement:
         if not life.ended and self._is_of_others(life, life.num_tokens):
             life.state, life.num_tokens, life.missing = State.OPEN, None, ()
             self._journal.changed(life)
+            life.session.forget_batch()
             life.note(now, "whole, and not of the tokens whose length it was: open again")
             return
         self._count(life, life.num_tokens, now)
@@ -77,7 +79,7 @@ class Settlement:
     def _is_of_others(self, life: Life, num_tokens: int) -> bool:
         """Whether the length came with tokens that are not this life's: under an id that was used again, a trainer may
         ask for one run and find another, whose length it does not know."""
-        digest = life.flush_digest
+        digest = life.length_digest
         if digest is None or self._assembly.missing(life, num_tokens - 1):
             return False
         if digest_of(self._assembly, life, num_tokens) == digest:

@@ -33,6 +33,8 @@ class ModelLife:
     ended: bool = False
     flush: int | None = None
     flush_tokens: tuple[int, ...] | None = None
+    length_tokens: tuple[int, ...] | None = None
+    """What came with the last length that a barrier let through, not with one that was asked about since."""
     others: tuple[int, ...] | None = None
     """Tokens, less the last, that a barrier proved to be another's: their length settles nothing."""
     last_forward: int = 0
@@ -111,12 +113,27 @@ class ModelLife:
         if self.takes:
             self.settled_at = self.model.now
         if self.takes and not self.ended and self.flush == num_tokens:
-            self.flush = None
-            tokens, whole = self.flush_tokens, self.prefix(num_tokens - 1) == num_tokens - 1
-            if tokens is not None and whole and not self.digest_matches(tokens):
-                self.others = tokens
-            else:
+            self.flush, self.length_tokens = None, self.flush_tokens
+            if not self.is_of_others(num_tokens):
                 self.count(num_tokens)
+
+    def refilled(self) -> None:
+        """Rows were filled in behind a length: it counts again, unless its tokens prove now to be another's."""
+        if self.state != "incomplete":
+            return
+        assert self.num_tokens is not None
+        if not self.ended and self.is_of_others(self.num_tokens):
+            self.state, self.num_tokens = "open", None
+        else:
+            self.count(self.num_tokens)
+
+    def is_of_others(self, num_tokens: int) -> bool:
+        """Whether the tokens that came with a trainer's length are not those of the rows, all of which are here."""
+        tokens = self.length_tokens
+        if tokens is None or self.prefix(num_tokens - 1) < num_tokens - 1 or self.digest_matches(tokens):
+            return False
+        self.others = tokens
+        return True
 
     def die(self, state: str) -> None:
         self.settled_at = self.model.now
@@ -208,6 +225,7 @@ class Model:
             life = engine.lives.get(seg.life)
             if life is not None and life.wants(seg.kind):
                 if self._too_long(engine, seg):
+                    life.begin(seg.kind, seg.start)
                     too_long.append(life)
                 else:
                     life.write(seg)
@@ -250,6 +268,4 @@ class Model:
 
     def _refill(self, touched: Sequence[ModelLife]) -> None:
         for life in touched:
-            if life.state == "incomplete":
-                assert life.num_tokens is not None
-                life.count(life.num_tokens)
+            life.refilled()

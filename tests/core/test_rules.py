@@ -256,6 +256,23 @@ def test_a_shorter_length_needs_a_barrier_of_its_own(world: Shipped) -> None:
     assert np.array_equal(world.rows(answer), np.concatenate([drafts.rows[:3], accepted.rows]))
 
 
+def test_a_length_of_another_runs_tokens_opens_the_life_again_once_its_hole_is_filled(world: Shipped) -> None:
+    """With a hole the tokens cannot be compared; when it is filled they are, and the next steps take the fast path."""
+    before, filler, behind = world.seg(0, 2, opens="x"), world.seg(2, 1, REPAIR), world.seg(3, 3)
+    world.engine.patch(before)
+    world.engine.patch(behind)
+    world.bench.pull("x", 7, tokens=range(7))
+    world.engine.flushed("1", 7)
+    assert world.bench.state("x") == "incomplete"
+    world.engine.patch(filler)
+    assert world.bench.state("x") == "open"
+    last = world.seg(6, 1)
+    world.engine.patch(last)
+    world.engine.finish("1", 8)
+    answer = world.served(num_tokens=8)
+    assert np.array_equal(world.rows(answer), np.concatenate([s.rows for s in (before, filler, behind, last)]))
+
+
 def test_the_emitters_own_finish_is_length_and_end(world: Shipped) -> None:
     world.engine.patch(world.seg(0, 6, opens="x"))
     world.engine.finish("1", 5)

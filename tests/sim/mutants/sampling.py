@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from engine_side.capture.records import COMMIT_MASK
 from engine_side.export.planner import RoutePlanner
 from engine_side.shipping.live import LiveLives
+from engine_side.shipping.losses import Losses
 from engine_side.shipping.pack import Packer
 from engine_side.shipping.stream import Stream
 from protocol.messages import Flush, Kind
 from tests.sim.cache import Cache
-from tests.sim.mutants.change import Change, Mutants
+from tests.sim.mutants.change import Change, Mutants, nothing
 
 
 def _kind() -> list[Change]:
@@ -98,6 +100,16 @@ def _reopen() -> list[Change]:
     return [(LiveLives, "opened_before", lambda _self, _seq: [])]
 
 
+def _repair_of_any_commit() -> list[Change]:
+    """A row that is read back counts if its token and position are right, whoever computed it."""
+    original = Stream._proven
+
+    def proven(self: Stream, step: Any, _proof: Any) -> Any:
+        return original(self, step, (step.stamps >> 8) & COMMIT_MASK)
+
+    return [(Stream, "_proven", proven)]
+
+
 MUTANTS: Mutants = {
     "kind": _kind,
     "barrier behind its rows": _flushed_behind,
@@ -106,5 +118,7 @@ MUTANTS: Mutants = {
     "rows lost": _rows_lost,
     "ring slot copied first": _ring,
     "wiped is told again": _reopen,
+    "forward takes losses back": lambda: [(Losses, "cut", nothing)],
+    "repair is of its commit": _repair_of_any_commit,
 }
 """By the rule that is off."""
