@@ -54,7 +54,8 @@ class World:
         self.engines = [self._engine(f"e{i}", geometry) for i, geometry in enumerate((SMALL, WIDE))]
         self.stalled_at: dict[int, float] = {}
         self.shedding = False
-        self.watched: dict[int, tuple[int, float]] = {}
+        self.watched: dict[int, tuple[ModelLife, int, float]] = {}
+        """By identity. The life is kept, or another would be born under its identity."""
         self.names = 0
         self.seen: Counter[str] = Counter()
 
@@ -359,7 +360,7 @@ class World:
         found = []
         for life in self.model.lives:
             key = id(life)
-            mark, due = self.watched.setdefault(key, (-1, now + TTL))
+            _, mark, due = self.watched.setdefault(key, (life, -1, now + TTL))
             if due > now:
                 continue
             emitter = next(e.emitter for e in self.engines if e.model is life.engine)
@@ -367,7 +368,7 @@ class World:
             end = int(core.lives.end[core.streams.sessions[emitter.incarnation].lives[life.life].slot])
             if life.state == "open" and end == mark:
                 found.append(life)
-            self.watched[key] = (end, now + TTL)
+            self.watched[key] = (life, end, now + TTL)
         return found
 
     def _room(self) -> None:
