@@ -46,6 +46,9 @@ MAX_LIST: Final = 1_000
 MAX_REPLY_BYTES: Final = 256 << 20
 """One Routes payload. A longer request is pulled in row ranges."""
 
+MAX_SPANS: Final = 65_536
+"""Ranges of each sort in one answer: three columns of them fit a header."""
+
 MAX_PULL_TIMEOUT_MS: Final = 3_600_000
 
 MAX_WAITING_PULLS: Final = 4_096

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -10,24 +11,33 @@ from rich.console import Console
 from rich.table import Table
 
 from collector.client.client import RouteClient
+from collector.core.life import State
 from protocol.messages import Kind, LifeStory
 
 Address = Annotated[
     str, typer.Option("--address", "-a", envvar="R3_COLLECTOR", help="The collector's trainer endpoint.")
 ]
+Keys = Annotated[
+    Path | None,
+    typer.Option("--keys", "-k", envvar="R3_KEYS", help="A trainer's key folder, where it serves with keys."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
+
+_PATIENCE_S = 1.0
+"""On top of the 2 s that an answer may take."""
 
 
 def ls(
-    state: Annotated[str, typer.Option(help="Only requests of this state, e.g. open.")] = "",
+    state: Annotated[State | None, typer.Option(help="Only requests of this state.")] = None,
     limit: Annotated[int, typer.Option(help="At most this many.", min=1, max=1000)] = 100,
     after: Annotated[int, typer.Option(help="Cursor of the page before.")] = 0,
     address: Address = "",
+    keys: Keys = None,
     as_json: AsJson = False,
 ) -> None:
     """List requests, oldest first."""
-    with RouteClient(address or None, timeout=5.0) as client:
-        page = client.requests(state, after, limit)
+    with RouteClient(address or None, timeout=_PATIENCE_S, keys=keys) as client:
+        page = client.requests(state or "", after, limit)
     entries = [msgspec.structs.asdict(entry) for entry in page.entries]
     if as_json:
         typer.echo(msgspec.json.encode({"requests": entries, "next": page.next, "total": page.total}).decode())
@@ -51,10 +61,11 @@ def ls(
 def show(
     request_id: Annotated[str, typer.Argument(help="The client's request id.")],
     address: Address = "",
+    keys: Keys = None,
     as_json: AsJson = False,
 ) -> None:
     """Tell the story of one request: where its rows are, what is missing, what to do next."""
-    with RouteClient(address or None, timeout=5.0) as client:
+    with RouteClient(address or None, timeout=_PATIENCE_S, keys=keys) as client:
         lives = client.describe(request_id)
     if as_json:
         typer.echo(msgspec.json.encode({"lives": [msgspec.structs.asdict(life) for life in lives]}).decode())

@@ -7,7 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
-from collector.cli import inspect, serve
+from collector.cli import inspect, keygen, serve
 from protocol.errors import R3Error
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("serve")(serve.serve)
+app.command("keygen")(keygen.keygen)
 app.command("ls")(inspect.ls)
 app.command("show")(inspect.show)
 

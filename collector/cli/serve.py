@@ -18,6 +18,12 @@ from collector.endpoints import engines_endpoint, trainers_endpoint
 def serve(
     engines: Annotated[str, typer.Option(help="Endpoint engines ship to: ipc://PATH or tcp://127.0.0.1:PORT.")] = "",
     trainers: Annotated[str, typer.Option(help="Endpoint trainers and this CLI ask.")] = "",
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="The collector's folder of `keygen`: every peer must prove who it is; other hosts may come in."
+        ),
+    ] = None,
     budget: Annotated[str, typer.Option(help="Row memory.")] = "2GiB",
     ttl: Annotated[float, typer.Option(help="Seconds a settled request is kept unless released.", min=1.0)] = 3600.0,
     liveness: Annotated[float, typer.Option(help="Seconds of silence after which an engine is dead.", min=0.5)] = 30.0,
@@ -48,6 +54,7 @@ def serve(
         DaemonConfig(
             engines=engines,
             trainers=trainers,
+            keys=keys,
             budget=size,
             state=None if state == "memory" else folder,
             fsync=fsync,

@@ -6,25 +6,30 @@ import itertools
 import os
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 import msgspec
 import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from collector.client.errors import BadRequest, CollectorUnreachable, RequestAborted, WrongTokens, error_of
+from collector.client.errors import BadRequest, CollectorUnreachable, NotAdmitted, RequestAborted, WrongTokens, error_of
 from collector.client.routes import Routes
 from collector.endpoints import trainers_endpoint
 from protocol import codec, codes
 from protocol import messages as wire
 from protocol.errors import ProtocolError
+from protocol.keys import peer_keys
 
 _T = TypeVar("_T")
 
 _SLACK_S = 2.0
 """How much longer than the pull's own deadline an answer may take before the collector counts as gone."""
+
+_TURNED_AWAY: Final = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+"""What no restart of a collector looks like."""
 
 _WINDOW = 32
 """Pulls under way at once: enough to hide the round trip, few enough to bound memory on both sides."""
@@ -34,19 +39,33 @@ class RouteClient:
     """Pulls routed experts from a collector. One client belongs to one thread.
 
     address: the collector's trainer endpoint (default: $R3_COLLECTOR, then the per-user ipc path). timeout: seconds a
-    pull may wait for its request to settle, unless the call says otherwise.
+    pull may wait for its request to settle, unless the call says otherwise. keys: a trainer's key folder, as
+    `r3-collector keygen` made it (default: $R3_KEYS), for a collector that serves with keys.
+
+    Raises BadRequest for what is no address, BadKeys for what is no key folder.
     """
 
-    def __init__(self, address: str | None = None, timeout: float = 30.0) -> None:
+    def __init__(self, address: str | None = None, timeout: float = 30.0, *, keys: Path | str | None = None) -> None:
         self.address = address or os.environ.get("R3_COLLECTOR") or trainers_endpoint()
         self.timeout = timeout
         self._nonces = itertools.count(1)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        folder = keys or os.environ.get("R3_KEYS")
+        try:
+            if folder:
+                known = peer_keys(folder, "trainer")
+                self._socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(known.secret))
+                self._socket.setsockopt(zmq.CURVE_SECRETKEY, known.secret)
+                self._socket.setsockopt(zmq.CURVE_SERVERKEY, known.collector)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_TURNED_AWAY)
         try:
             self._socket.connect(self.address)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self.close()
             raise BadRequest(f"{self.address!r} is not an address: {error}") from None
 
     def __enter__(self) -> Self:
@@ -59,6 +78,7 @@ class RouteClient:
 
     def close(self) -> None:
         """Close the socket. Pulls under way are forgotten by the collector at their deadline."""
+        self._socket.disable_monitor()
         self._socket.close()
 
     def pull(
@@ -240,8 +260,16 @@ class RouteClient:
 
     def _receive(self, deadline: float) -> list[zmq.Frame]:
         left = max(0, int((deadline - time.monotonic()) * 1e3))
-        if not self._socket.poll(left):
-            raise self._unreachable()
+        while not self._socket.poll(min(left, 250)):
+            left = max(0, int((deadline - time.monotonic()) * 1e3))
+            if self._monitor.poll(0):
+                self._monitor.recv_multipart()
+                raise NotAdmitted(
+                    f"the collector at {self.address} does not let this client in: it serves with keys, and wants "
+                    "keys=FOLDER (or $R3_KEYS) to be the trainer's folder that `r3-collector keygen` made with its own"
+                )
+            if not left:
+                raise self._unreachable()
         return self._socket.recv_multipart(copy=False)
 
     def _decode(self, frames: list[zmq.Frame]) -> wire.CollectorToTrainer:

@@ -25,6 +25,10 @@ class CollectorUnreachable(PullError):
     """No answer from the collector within the time given, or it is shutting down."""
 
 
+class NotAdmitted(PullError):
+    """The collector serves with keys, and this client's are none or others."""
+
+
 class UnknownRequest(PullError):
     """No engine opened a request of this id before the deadline."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,8 @@ class Collector:
             self._changed,
         )
         self.stories = Stories(self.lives, self.assembly)
+        self.more_stats: Callable[[], dict[str, float]] = dict
+        """What the shell counts."""
 
     @property
     def record(self) -> int:
@@ -152,6 +155,8 @@ class Collector:
             "requests_expired": float(self.retention.expired),
             "arena_bytes": float(self.arena.pages * self.arena.page_bytes),
             "arena_used_bytes": float(self._used_pages() * self.arena.page_bytes),
+            "arena_limbo_bytes": float(self.arena.pages_in_limbo * self.arena.page_bytes),
+            **self.more_stats(),
         }
 
     def _used_pages(self) -> int:

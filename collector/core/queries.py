@@ -38,7 +38,7 @@ class _Not:
     missing: tuple[Range, ...] = ()
 
 
-_LEAVING = _Not(codes.SHUTTING_DOWN, "the collector is shutting down, and what it holds goes with it", True)
+_LEAVING = _Not(codes.SHUTTING_DOWN, "the collector is shutting down: ask the next one that serves here", True)
 
 
 class Queries:
@@ -127,6 +127,10 @@ class Queries:
         except BadPull as error:
             self._answer_problem(waiting.peer, pull, _Not(error.code, str(error), True))
             return True
+        except Exception as error:
+            # A bug, and one trainer's: the others, and the engines, are served on.
+            self._answer_problem(waiting.peer, pull, _Not(codes.INTERNAL, f"a bug of the collector: {error!r}", True))
+            return True
         self.served += 1
         self._emit(ServeRoutes(waiting.peer, pull, header, life))
         return True
@@ -139,7 +143,12 @@ class Queries:
             return _Not(codes.UNKNOWN, "no engine has opened it: check the id and the engine's capture", False)
         fit = [x for x in lives if x.state not in (State.ABORTED, State.LOST, State.FAILED)] or lives
         if len(fit) > 1 and pull.token_digest is not None and pull.num_tokens is not None:
-            fit = [x for x in fit if self._tokens_match(x, pull)] or fit
+            chosen = [x for x in fit if self._tokens_match(x, pull)]
+            if not chosen and all(x.state is State.COMPLETE for x in fit):
+                return _Not(codes.WRONG_TOKENS, f"none of the {len(fit)} runs of this id has the tokens sent", True)
+            fit = chosen or fit
+        if len(fit) > 1 and all(x.state is State.LOST for x in fit):
+            fit = fit[-1:]
         if len(fit) > 1:
             names = ", ".join(f"{x.session.engine_id}/{x.req_id} ({x.state})" for x in fit[:4])
             return _Not(codes.AMBIGUOUS, f"{len(fit)} runs carry this id: {names}; send token_ids to choose", True)
@@ -197,7 +206,7 @@ class Queries:
         self.problems[why.code] += 1
         request_id = pull.request_id[: limits.MAX_ID_CHARS]
         text = f"{request_id}: {why.message}"
-        self._emit(ToTrainer(peer, Problem(pull.nonce, why.code, text, request_id, why.missing)))
+        self._emit(ToTrainer(peer, Problem(pull.nonce, why.code, text, request_id, why.missing[: limits.MAX_SPANS])))
 
 
 def _refusal(pull: Pull) -> _Not | None:

@@ -64,6 +64,11 @@ def header_for(assembly: Assembly, life: Life, pull: Pull, num_tokens: int) -> R
             raise BadPull(codes.BAD_REQUEST, f"uint8 cannot hold ids of {geometry.num_experts} experts")
         if missing or not set(layers) <= set(geometry.moe_layer_ids):
             raise BadPull(codes.BAD_REQUEST, "uint8 cannot hold -1, and some cells are uncaptured: use axis='moe'")
+    provenance = spans(np.where(held, meta_kinds(meta), -1), start)
+    weights = spans(np.where(held, meta_versions(meta), -1), start)
+    if max(len(missing), len(provenance), len(weights)) > limits.MAX_SPANS:
+        text = f"its rows change their kind or weights more than {limits.MAX_SPANS} times: pull row ranges"
+        raise BadPull(codes.TOO_LARGE, text)
     status = {State.COMPLETE: "complete", State.ABORTED: "aborted"}.get(life.state, "incomplete")
     return Routes(
         nonce=pull.nonce,
@@ -74,8 +79,8 @@ def header_for(assembly: Assembly, life: Life, pull: Pull, num_tokens: int) -> R
         dtype=pull.dtype,
         layers=layers,
         geometry=geometry,
-        weight_spans=spans(np.where(held, meta_versions(meta), -1), start),
-        provenance=spans(np.where(held, meta_kinds(meta), -1), start),
+        weight_spans=weights,
+        provenance=provenance,
         missing=missing,
         trimmed=life.num_tokens is not None and num_tokens < life.num_tokens,
         row_start=start,
@@ -100,8 +105,10 @@ def gather(assembly: Assembly, life: Life, header: Routes) -> NDArray[Any] | Non
     if header.layers == geometry.moe_layer_ids:
         out = cells.astype(header.dtype)
     else:
-        out = np.full(header.shape, UNCAPTURED, header.dtype)
         wanted = [(at, column[layer]) for at, layer in enumerate(header.layers) if layer in column]
+        captured = len(wanted) == len(header.layers)
+        # uint8 has no -1, and none of its layers needs one.
+        out = np.empty(header.shape, header.dtype) if captured else np.full(header.shape, UNCAPTURED, header.dtype)
         if wanted:
             at, of = zip(*wanted, strict=True)
             out[:, list(at)] = cells[:, list(of)]

@@ -70,7 +70,7 @@ class Stories:
             end=end,
             num_tokens=life.num_tokens,
             age_s=now - life.opened_at,
-            missing=self._assembly.missing(life, until) if life.pages else (),
+            missing=self._assembly.missing(life, until)[:64] if life.pages else (),
             weight_spans=spans(np.where(held, meta_versions(meta), -1), 0)[:64],
             provenance=spans(np.where(held, meta_kinds(meta), -1), 0)[:64],
             events=tuple((now - at, text) for at, text in life.events),

@@ -24,6 +24,8 @@ class DaemonConfig:
 
     engines: str = field(default_factory=engines_endpoint)
     trainers: str = field(default_factory=trainers_endpoint)
+    keys: Path | None = None
+    """Folder of CURVE keys (`protocol.keys`): with it every peer proves who it is, and other machines may come in."""
     budget: int = 2 << 30
     page_bytes: int = PAGE_BYTES
     state: Path | None = None

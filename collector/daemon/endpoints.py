@@ -1,4 +1,4 @@
-"""Binding: one owner per path, nothing reachable from other machines or other users."""
+"""Binding: one owner per path, nothing that other users reach; and other machines only with keys."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ import zmq
 
 from collector.daemon.errors import StartError
 
+_HEARTBEAT_MS = 10_000
+
 
 class Bound:
-    """A bound socket and, for ipc, the lock that keeps a second daemon from stealing its path."""
+    """A bound socket and, for ipc, the lock that keeps a second daemon from stealing its path. keyed: whether it speaks
+    CURVE; only then may other machines reach it. Raises StartError."""
 
-    def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, *, keyed: bool = False) -> None:
         self.socket = socket
         self._path: Path | None = None
         self._lock: int | None = None
@@ -26,7 +29,10 @@ class Bound:
         if scheme == "ipc":
             self._bind_ipc(rest, endpoint)
         elif scheme == "tcp":
-            _require_loopback(rest, endpoint)
+            _check_tcp(rest, endpoint, keyed)
+            # A machine that vanished says no goodbye.
+            socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, 3 * _HEARTBEAT_MS
+            socket.handshake_ivl = _HEARTBEAT_MS
             self._bind(endpoint)
         else:
             raise StartError(f"{endpoint!r}: an endpoint is ipc://PATH or tcp://127.0.0.1:PORT")
@@ -54,7 +60,7 @@ class Bound:
         if len(os.fsencode(path)) > 100:
             raise StartError(f"{endpoint!r}: a socket path has at most 100 bytes, this one {len(os.fsencode(path))}")
         self._path = Path(path)
-        _private_directory(self._path.parent)
+        private_directory(self._path.parent)
         # A second bind on an ipc path succeeds and silently steals it: the lock is what refuses.
         lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -69,6 +75,9 @@ class Bound:
             os.close(lock)
             raise StartError(f"{path} is not a socket: it is left as it is, choose another path")
         self._path.unlink(missing_ok=True)
+        # Root can do as it likes anyway: its command line should work.
+        for uid in sorted({0, os.getuid()}):
+            self.socket.setsockopt(zmq.IPC_FILTER_UID, uid)
         self._bind(endpoint)
         self._path.chmod(0o600)
 
@@ -82,26 +91,34 @@ class Bound:
             raise StartError(f"cannot bind {endpoint}: {hint}") from None
 
 
-def _require_loopback(address: str, endpoint: str) -> None:
+def _check_tcp(address: str, endpoint: str, keyed: bool) -> None:
     host, _, port = address.rpartition(":")
     if not host or not (port in ("*", "0") or (port.isdigit() and int(port) < 65_536)):
         raise StartError(f"{endpoint!r}: a tcp endpoint is tcp://127.0.0.1:PORT, with a port below 65536")
+    if keyed:
+        return
     host = host.strip("[]")
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         loopback = False
     if not loopback:
-        raise StartError(f"{endpoint!r} is reachable from other machines: bind 127.0.0.1 or an ipc path")
+        raise StartError(
+            f"{endpoint!r} is reachable from other machines: bind 127.0.0.1 or an ipc path, or make keys with "
+            "`r3-collector keygen DIR` and serve with --keys DIR/collector"
+        )
 
 
-def _private_directory(path: Path) -> None:
+def private_directory(path: Path) -> None:
+    """Make a directory that its user alone can enter, or make sure that it is one. Raises StartError."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = path.stat()
     except OSError as error:
         raise StartError(f"cannot make {path}: {error.strerror}") from None
-    if info.st_uid not in (os.getuid(), 0):
-        raise StartError(f"{path} belongs to user {info.st_uid}: sockets need a directory of our own")
-    if stat.S_IMODE(info.st_mode) & 0o022 and not info.st_mode & stat.S_ISVTX:
-        raise StartError(f"{path} is writable by others: chmod 700 it, or choose another directory")
+    if not stat.S_ISDIR(info.st_mode):
+        raise StartError(f"{path} is not a directory")
+    if info.st_uid != os.getuid():
+        raise StartError(f"{path} belongs to user {info.st_uid}: choose a directory of our own")
+    if stat.S_IMODE(info.st_mode) & 0o077:
+        raise StartError(f"others can enter {path}: chmod 700 it, or name a directory in it, which is made so")

@@ -12,13 +12,16 @@ from typing import TypeAlias
 import zmq
 
 from collector.core.events import Effect, Event, Leave, Logged, Tick, ToEngine, ToTrainer, waits_for_record
+from collector.core.manners import Manners
 from collector.daemon.config import DaemonConfig
 from collector.daemon.endpoints import Bound
+from collector.daemon.gate import ENGINES, TRAINERS, Gate
 from collector.daemon.ingest import Ingest
 from collector.daemon.outbox import Outbox
 from collector.daemon.state import keeper_for
 from protocol import codec, limits
 from protocol.codec import Buffer
+from protocol.keys import collector_keys
 from protocol.messages import HelloFirst, Problem, Refused
 
 log = logging.getLogger("r3.collector")
@@ -33,6 +36,8 @@ _TICK_S = 0.1
 _DRAIN_S = 5.0
 _QUIET_MS = 100
 """Nothing heard for this long means that what engines had sent has been taken."""
+_MAX_PARTS = 5
+"""The peer, and one more than the longest message has."""
 _MAX_TRAINER_FRAME = 2 * limits.MAX_HEADER_BYTES
 _MAX_ENGINE_FRAME = 2 * limits.MAX_ROWS_BYTES
 """Above these ZeroMQ closes the connection; between them and `limits` a peer gets a typed answer."""
@@ -48,6 +53,7 @@ class Daemon:
         self._resources = ExitStack()
         self._stop_read, self._stop_write = os.pipe()
         self._stopping = False
+        self._gate: Gate | None = None
         self._over = False
         self._next_tick = 0.0
         self._effects: list[Effect] = []
@@ -76,18 +82,25 @@ class Daemon:
         config = self.config
         context = zmq.Context()
         self._resources.callback(context.term)
-        self._engines = self._router(context, config.engines, _MAX_ENGINE_FRAME, send_hwm=10_000)
-        self._trainers = self._router(context, config.trainers, _MAX_TRAINER_FRAME, send_hwm=8)
+        if config.keys is not None:
+            self._gate = Gate(context, collector_keys(config.keys))
+            self._resources.callback(self._gate.close)
+        self._engines = self._router(context, config.engines, _MAX_ENGINE_FRAME, 10_000, ENGINES)
+        self._trainers = self._router(context, config.trainers, _MAX_TRAINER_FRAME, 8, TRAINERS)
         self.engines_endpoint = self._engines.endpoint
         self.trainers_endpoint = self._trainers.endpoint
         self._keeper = keeper_for(config)
         self._resources.callback(self._keeper.release)
         self.core = self._keeper.collector(time.monotonic())
         self._ingest = Ingest(self.core.geometry_of)
+        self._manners = Manners()
+        self.core.more_stats = self._stats
         self._outbox = Outbox(self._trainers.socket, lambda effect: self.core.gather(effect, time.monotonic()))
         self._poller = zmq.Poller()
         for source in (self._engines.socket, self._trainers.socket, self._stop_read):
             self._poller.register(source, zmq.POLLIN)
+        if self._gate is not None:
+            self._poller.register(self._gate.socket, zmq.POLLIN)
         log.info("serving engines at %s, trainers at %s", self.engines_endpoint, self.trainers_endpoint)
 
     def main_loop(self) -> None:
@@ -123,6 +136,8 @@ class Daemon:
             os.read(self._stop_read, 64)
             self._stopping = True
         worked = False
+        if self._gate is not None and self._gate.socket in ready:
+            self._gate.answer()
         if self._engines.socket in ready:
             worked = self._take(self._engines.socket, _ENGINE_BURST, self._ingest.from_engine)
             self._commit()
@@ -140,13 +155,19 @@ class Daemon:
 
     def _take(self, socket: zmq.Socket[bytes], burst: int, decode: Callable[[bytes, list[Buffer]], Decoded]) -> bool:
         """Handle at most `burst` messages of a socket. True when there was one."""
+        now = time.monotonic()
         for taken in range(burst):
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = _receive(socket)
             except zmq.Again:
                 return taken > 0
             peer = frames[0].bytes
+            if not self._manners.hears(peer, now):
+                continue
+            malformed = self._ingest.malformed.total()
             found = decode(peer, [frame.buffer for frame in frames[1:]])
+            if self._ingest.malformed.total() != malformed:
+                self._manners.offended(peer, now)
             if isinstance(found, Refused | HelloFirst):
                 self._effects.append(ToEngine(peer, found))
             elif isinstance(found, Problem):
@@ -181,6 +202,16 @@ class Daemon:
                 self._outbox.dropped += 1
         self.config.failpoint.reached("acknowledged")
 
+    def _stats(self) -> dict[str, float]:
+        denied = self._gate.denied if self._gate is not None else {}
+        return {
+            **{f"malformed_{reason}": float(count) for reason, count in self._ingest.malformed.items()},
+            **{f"denied_{reason}": float(count) for reason, count in denied.items()},
+            "messages_ignored": float(self._manners.ignored),
+            "answers_held": float(len(self._held)),
+            "answers_dropped": float(self._outbox.dropped),
+        }
+
     def _send_engine(self, effect: ToEngine) -> None:
         try:
             self._engines.socket.send_multipart([effect.peer, codec.encode(effect.message)], zmq.NOBLOCK)
@@ -189,16 +220,31 @@ class Daemon:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
 
-    def _router(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_frame: int, send_hwm: int) -> Bound:
+    def _router(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_frame: int, send_hwm: int, domain: bytes
+    ) -> Bound:
         socket = context.socket(zmq.ROUTER)
         socket.linger = 0
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
         socket.setsockopt(zmq.SNDHWM, send_hwm)
         try:
-            bound = Bound(socket, endpoint)
+            if self._gate is not None:
+                self._gate.guard(socket, domain)
+            bound = Bound(socket, endpoint, keyed=self._gate is not None)
         except BaseException:
             socket.close()
             raise
         self._resources.callback(bound.close)
         return bound
+
+
+def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """The next message, peer first; of one with more parts than any message has, as many as show that. Raises
+    zmq.Again."""
+    frames = [socket.recv(zmq.NOBLOCK, copy=False)]
+    while frames[-1].more:
+        frames.append(socket.recv(zmq.NOBLOCK, copy=False))
+        if len(frames) > _MAX_PARTS:
+            frames.pop(-2)
+    return frames

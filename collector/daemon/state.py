@@ -25,6 +25,7 @@ from collector.core.config import CoreConfig
 from collector.core.records import CorruptState, Head, Record
 from collector.core.recovery import Recovery
 from collector.daemon.config import DaemonConfig
+from collector.daemon.endpoints import private_directory
 from collector.daemon.errors import StartError
 from collector.daemon.logfile import LogFile, latest
 
@@ -93,8 +94,8 @@ class OnDisk:
         self._complained = False
         self._core: Collector
         self._files = ExitStack()
+        private_directory(folder)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StartError(f"cannot use {folder} for state: {error.strerror}") from None

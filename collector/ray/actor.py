@@ -63,7 +63,8 @@ class RouteCollector:
     """What `RouteCollectorActor` runs; a plain class, so that it can be used and tested without Ray.
 
     engines, trainers: endpoints (default: ipc paths in a fresh private directory of this node; a trainer on another
-    node cannot reach those). budget: bytes of row memory. ttl_s, liveness_s: see `CoreConfig`.
+    node cannot reach those). keys: the folder that `r3-collector keygen` made, with `collector` and `trainer` in it, on
+    this node; other nodes are let in only with it. budget: bytes of row memory. ttl_s, liveness_s: see `CoreConfig`.
     """
 
     def __init__(
@@ -73,13 +74,16 @@ class RouteCollector:
         budget: int = 2 << 30,
         ttl_s: float = 3600.0,
         liveness_s: float = 30.0,
+        keys: str = "",
     ) -> None:
         base = Path(tempfile.mkdtemp(prefix="r3-collector-"))
         core = replace(CoreConfig(), ttl_s=ttl_s, liveness_s=liveness_s)
+        self._trainer_keys = Path(keys) / "trainer" if keys else None
         self._hosted = _Hosted(
             DaemonConfig(
                 engines=engines or f"ipc://{base}/engines.sock",
                 trainers=trainers or f"ipc://{base}/trainers.sock",
+                keys=Path(keys) / "collector" if keys else None,
                 budget=budget,
                 core=core,
             )
@@ -95,12 +99,12 @@ class RouteCollector:
 
     def stats(self) -> dict[str, float]:
         """The daemon's counters and gauges."""
-        with RouteClient(self._hosted.endpoints.trainers, timeout=5.0) as client:
+        with RouteClient(self._hosted.endpoints.trainers, timeout=5.0, keys=self._trainer_keys) as client:
             return client.stats()
 
     def release(self, request_ids: Sequence[str]) -> int:
         """Release requests, as a trainer does at the end of a step. Returns how many were known."""
-        with RouteClient(self._hosted.endpoints.trainers, timeout=30.0) as client:
+        with RouteClient(self._hosted.endpoints.trainers, timeout=30.0, keys=self._trainer_keys) as client:
             return client.release(request_ids)
 
     def stop(self) -> bool:

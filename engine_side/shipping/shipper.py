@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import uuid
+from pathlib import Path
 from typing import Final, Literal
 
 import zmq
@@ -19,6 +20,7 @@ from engine_side.shipping.stream import Finish, Lost, ShipperStats, Stream
 from protocol import codec
 from protocol.errors import ProtocolError
 from protocol.geometry import Geometry
+from protocol.keys import peer_keys
 from protocol.messages import Bye, FinishReason, Heartbeat, Hello
 
 __all__ = ["Shipper", "ShipperStats"]
@@ -29,6 +31,10 @@ _SILENT_S = 5.0
 _BUSY_S = 1.0
 _NAP_S = 0.004
 _PATIENCE_S = 0.05
+_DOOR: Final = {
+    False: "; if it is there, it may serve with keys",
+    True: "; if it is there, it may not let this engine's key in",
+}
 _WRITE: Final = ctypes.PyDLL(None).write
 """write(2), with the interpreter lock held."""
 _BURST = 64
@@ -41,7 +47,10 @@ class Shipper:
 
     engine_id: a stable name of this emitter, for people. window_cap_bytes: rows held while the collector is away or
     slow. From half of it on, the youngest requests' rows are declared lost in sequence, and asked for again once there
-    is room. on_full "wait": during such an outage `put` holds the engine first, for `wait_s` seconds in all.
+    is room. on_full "wait": during such an outage `put` holds the engine first, for `wait_s` seconds in all. keys: an
+    engine's key folder, as `r3-collector keygen` made it, for a collector that serves with keys.
+
+    Raises BadEndpoint, BadKeys, ValueError.
     """
 
     def __init__(
@@ -53,12 +62,14 @@ class Shipper:
         window_cap_bytes: int = 256 << 20,
         on_full: Literal["drop", "wait"] = "drop",
         wait_s: float = 30.0,
+        keys: Path | str | None = None,
     ) -> None:
         if on_full not in ("drop", "wait"):
             raise ValueError(f"on_full must be 'drop' or 'wait', got {on_full!r}")
         if not 0.0 <= wait_s <= MAX_WAIT_S:
             raise ValueError(f"wait_s must be in [0, {MAX_WAIT_S:g}] seconds, got {wait_s}")
         self.collector = checked(collector)
+        self._keys = peer_keys(keys, "engine") if keys is not None else None
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
         self._stream = Stream(geometry, engine_id, self.incarnation, window_cap_bytes)
@@ -75,7 +86,7 @@ class Shipper:
         self._roomy = threading.Event()
         self._over = False
         self._closing: float | None = None
-        self._heard_at = 0.0
+        self._heard_at = self._connected_at = 0.0
         self._said_away = False
         self._socket: zmq.Socket[bytes]
         self._thread = threading.Thread(target=self._run, name="r3-shipper", daemon=True)
@@ -149,16 +160,10 @@ class Shipper:
 
     def _run(self) -> None:
         context = zmq.Context()
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.linger = 500
-        self._socket.setsockopt(zmq.SNDHWM, _BURST)
-        # Nothing waits in a pipe for a collector that is not there: the window is what waits.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket = self._dealer(context)
         try:
             self._socket.connect(self.collector)
-            self._heard_at = time.monotonic()
+            self._heard_at = self._connected_at = time.monotonic()
             self._loop()
         except Exception:
             self._stream.failed()
@@ -171,6 +176,20 @@ class Shipper:
             self._crowded = False
             self._roomy.set()
             self._free_queue()
+
+    def _dealer(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 500
+        socket.setsockopt(zmq.SNDHWM, _BURST)
+        # Nothing waits in a pipe for a collector that is not there: the window is what waits.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if self._keys is not None:
+            socket.curve_publickey = zmq.curve_public(self._keys.secret)
+            socket.curve_secretkey = self._keys.secret
+            socket.curve_serverkey = self._keys.collector
+        return socket
 
     def _loop(self) -> None:
         poller = zmq.Poller()
@@ -265,7 +284,14 @@ class Shipper:
             self._stream.greeted(now)
         if now - self._heard_at > _SILENT_S and not self._said_away:
             self._said_away = True
-            log.warning("no collector answers at %s: rows are kept until it does", self.collector)
+            log.warning(
+                "no collector answers at %s: rows are kept until it does%s", self.collector, _DOOR[bool(self._keys)]
+            )
+        if self._keys is not None and now - max(self._heard_at, self._connected_at) > _SILENT_S:
+            # ZeroMQ never tries again where a key was turned away; whoever serves there may let it in by now.
+            self._connected_at = now
+            self._socket.disconnect(self.collector)
+            self._socket.connect(self.collector)
 
     def _receive(self) -> None:
         for _ in range(_BURST):

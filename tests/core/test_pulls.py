@@ -124,7 +124,7 @@ def test_two_runs_of_a_name_are_ambiguous_and_named(world: Shipped) -> None:
 def test_tokens_choose_the_run(world: Shipped) -> None:
     for seg in twins(world):
         assert np.array_equal(world.rows(world.served("x", 7, tokens=seg.tokens)), seg.rows)
-    assert world.bench.pull("x", 7, tokens=(1, 2, 3, 4, 5, 6)).code == "ambiguous"
+    assert world.bench.pull("x", 7, tokens=(1, 2, 3, 4, 5, 6)).code == "wrong_tokens"
 
 
 @pytest.mark.parametrize("how", ["aborted", "failed", "lost"])
@@ -350,3 +350,39 @@ def test_counters_add_up(world: Shipped) -> None:
         "engines": 1,
     }
     assert {name: stats.values[name] for name in expected} == expected
+
+
+def test_runs_that_were_all_lost_are_lost_and_not_ambiguous(world: Shipped) -> None:
+    world.engine.patch(world.seg(0, 3, opens="x"))
+    world.engine.patch(world.seg(0, 3, life="2", opens="x"))
+    world.engine.bye()
+    assert world.bench.pull("x", 4).code == "lost"
+
+
+def test_captured_layers_alone_are_served_as_uint8(world: Shipped) -> None:
+    seg = finished(world)
+    answer = world.served("x", layers=world.geometry.moe_layer_ids[-1:], dtype="uint8")
+    assert answer.array is not None
+    assert answer.array.dtype == np.uint8
+    assert np.array_equal(answer.array, seg.rows[:, -1:])
+
+
+def test_an_answer_with_more_ranges_than_its_header_may_hold_is_too_large(
+    world: Shipped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("protocol.limits.MAX_SPANS", 2)
+    for start in range(0, 6, 2):
+        world.engine.patch(
+            world.seg(start, 2, opens="x" if start == 0 else None), weight_versions=np.array([start], "<i4").tobytes()
+        )
+    world.engine.finish("1", 7)
+    assert world.bench.pull("x").code == "too_large"
+    assert world.bench.pull("x", rows=(0, 4)).code == ""
+
+
+def test_a_bug_in_one_answer_is_that_answers_alone(world: Shipped, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished(world)
+    with monkeypatch.context() as broken:
+        broken.setattr("collector.core.queries.header_for", lambda *_: 1 // 0)
+        assert world.bench.pull("x").code == "internal"
+    assert world.bench.pull("x").code == ""

@@ -55,7 +55,7 @@ class World:
         self.stalled_at: dict[int, float] = {}
         self.shedding = False
         self.watched: dict[int, tuple[ModelLife, int, float]] = {}
-        """By identity. The life is kept, or another would be born under its identity."""
+        # By identity; the life is kept, or another would be born under it.
         self.names = 0
         self.seen: Counter[str] = Counter()
 
@@ -295,9 +295,12 @@ class World:
             return ("released" if name in self.model.released else "unknown"), None
         fit = [x for x in lives if x.state not in ("aborted", *DEAD)] or lives
         if len(fit) > 1 and tokens is not None:
-            fit = [x for x in fit if x.digest_matches(tokens)] or fit
+            chosen = [x for x in fit if x.digest_matches(tokens)]
+            if not chosen and all(x.state == "complete" for x in fit):
+                return "wrong_tokens", None
+            fit = chosen or fit
         if len(fit) > 1:
-            return "ambiguous", None
+            return ("lost" if all(x.state == "lost" for x in fit) else "ambiguous"), None
         (life,) = fit
         if life.state in DEAD:
             return life.state, life

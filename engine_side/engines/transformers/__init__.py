@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def capture_routes(
     on_full: Literal["drop", "wait"] = "drop",
     wait_s: float = 30.0,
     drain_s: float = 10.0,
+    keys: Path | str | None = None,
 ) -> Iterator[RouteCapture | CaptureOff]:
     """Within the block, every continuous-batching run of `model` ships its routes to `collector`.
 
@@ -43,7 +45,8 @@ def capture_routes(
     may start later. engine_id: a stable name of this engine (default: host and process). window_cap_bytes: rows held
     while the collector is away: from half of it on, the youngest requests lose rows, and get back what their KV slots
     still prove. on_full "wait": before that, hold the engine for at most `wait_s` seconds an outage. drain_s:
-    how long the end of the block waits until everything is acknowledged.
+    how long the end of the block waits until everything is acknowledged. keys: an engine's key folder, as
+    `r3-collector keygen` made it, for a collector that serves with keys.
 
     Request ids are the engine's own; with num_return_sequences=n > 1 they are `protocol.ids.sibling_id(id, i)` with
     i = 0 for the request itself and 1 to n-1 for its children.
@@ -58,5 +61,5 @@ def capture_routes(
         return
     from engine_side.engines.transformers.capture import RouteCapture
 
-    with RouteCapture(model, collector, engine_id, drain_s, window_cap_bytes, on_full, wait_s) as capture:
+    with RouteCapture(model, collector, engine_id, drain_s, window_cap_bytes, on_full, wait_s, keys) as capture:
         yield capture

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -53,6 +54,7 @@ class RouteCapture:
         window_cap_bytes: int,
         on_full: Literal["drop", "wait"],
         wait_s: float,
+        keys: Path | str | None = None,
     ) -> None:
         if "init_continuous_batching" in vars(model):
             raise CaptureRefused("this model is being captured already: leave the other block first")
@@ -67,8 +69,19 @@ class RouteCapture:
         self.ships = tensor_rank(model) == 0
         self._weight_version = 0
         name = engine_id or f"{socket.gethostname()}-{os.getpid()}"
-        full: dict[str, Any] = {"window_cap_bytes": window_cap_bytes, "on_full": on_full, "wait_s": wait_s}
-        self._shipper = Shipper(collector, self.geometry, name, **full) if self.ships else None
+        self._shipper = (
+            Shipper(
+                collector,
+                self.geometry,
+                name,
+                window_cap_bytes=window_cap_bytes,
+                on_full=on_full,
+                wait_s=wait_s,
+                keys=keys,
+            )
+            if self.ships
+            else None
+        )
         self._drain_s = drain_s
         self._installed = ExitStack()
         self._processors: list[weakref.ref[ProcessorCapture]] = []
