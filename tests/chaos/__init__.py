@@ -1,0 +1,1 @@
+"""The collector is killed again and again while engine processes ship: `python -m tests.chaos [KILLS]`."""
