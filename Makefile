@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-engines test-kernel bench chaos fuzz sim sim-mutants lint format clean distclean
+.PHONY: help setup demo test test-engines test-kernel bench chaos fuzz soak sim sim-mutants lint format clean distclean
 
 # The first Python on the path whose version is supported; `make PYTHON=... ` overrides it.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -29,6 +29,7 @@ help:
 	@echo "make test-kernel   the GPU kernels in Triton's interpreter;  tests/gpu/run.sh PART on a machine with a GPU"
 	@echo "make bench         figures beside their peers and floors; writes build/bench.json"
 	@echo "make chaos         KILLS=200 of the collector (kill -9) while four engine processes ship"
+	@echo "make soak          SOAK_S=600 seconds of work, the collector's memory looked at every second"
 	@echo "make fuzz          FRAMES=1000000 that are almost right, in process and at real sockets"
 	@echo "make sim           SEEDS=2000 simulated worlds of faults;  make sim-mutants: each rule off is caught"
 	@echo "make lint          ruff and mypy;  make format rewrites the code"
@@ -59,6 +60,11 @@ test-kernel: $(VENV)/$(STAMP)
 bench: $(VENV)/$(STAMP)
 	@mkdir -p build
 	$(VENV)/bin/python -m tests.bench $(ARGS)
+
+SOAK_S ?= 600
+
+soak: $(VENV)/$(STAMP)
+	$(VENV)/bin/python -m tests.soak $(SOAK_S)
 
 KILLS ?= 200
 

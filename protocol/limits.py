@@ -57,5 +57,11 @@ MAX_WAITING_PULLS: Final = 4_096
 MAX_UNREAD_ANSWERS: Final = 8_192
 """Answers that may wait for one trainer to read: 200,000 took 226 MB of the collector."""
 
+MAX_UNSENT_BYTES: Final = 64 << 20
+"""Rows on their way to trainers, or one answer where that is larger: they are copies, beside the budget."""
+
+MAX_UNSENT_OF_ONE: Final = 16 << 20
+"""The same, to one trainer: others are served beside one that does not read."""
+
 MAX_HELD_ANSWERS: Final = 65_536
 """Answers that may wait, for all trainers together, while the log cannot be written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def header_for(assembly: Assembly, life: Life, pull: Pull, num_tokens: int) -> R
     elif len(layers) > geometry.num_layers or any(not 0 <= x < geometry.num_layers for x in layers):
         raise BadPull(codes.BAD_REQUEST, f"layers must be global ids in [0, {geometry.num_layers})")
     shape = (stop - start, len(layers), geometry.top_k)
-    size = shape[0] * shape[1] * shape[2] * _WIDTH[pull.dtype]
+    size = math.prod(shape) * _WIDTH[pull.dtype]
     if size > limits.MAX_REPLY_BYTES:
         raise BadPull(codes.TOO_LARGE, f"{size} bytes in one answer, at most {limits.MAX_REPLY_BYTES}: pull row ranges")
     meta = assembly.meta(life, start, stop)
@@ -87,6 +88,11 @@ def header_for(assembly: Assembly, life: Life, pull: Pull, num_tokens: int) -> R
         engine_id=life.session.engine_id,
         token_digest=digest_of(assembly, life, num_tokens),
     )
+
+
+def nbytes_of(header: Routes) -> int:
+    """Bytes of an answer's rows."""
+    return math.prod(header.shape) * _WIDTH[header.dtype]
 
 
 def gather(assembly: Assembly, life: Life, header: Routes) -> NDArray[Any] | None:

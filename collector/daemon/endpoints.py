@@ -25,14 +25,14 @@ class Bound:
         self.socket = socket
         self._path: Path | None = None
         self._lock: int | None = None
+        # A machine that vanished says no goodbye, nor does a process that was stopped: what waits for it is memory.
+        socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, 3 * _HEARTBEAT_MS
+        socket.handshake_ivl = _HEARTBEAT_MS
         scheme, _, rest = endpoint.partition("://")
         if scheme == "ipc":
             self._bind_ipc(rest, endpoint)
         elif scheme == "tcp":
             _check_tcp(rest, endpoint, keyed)
-            # A machine that vanished says no goodbye.
-            socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, 3 * _HEARTBEAT_MS
-            socket.handshake_ivl = _HEARTBEAT_MS
             self._bind(endpoint)
         else:
             raise StartError(f"{endpoint!r}: an endpoint is ipc://PATH or tcp://127.0.0.1:PORT")

@@ -34,6 +34,7 @@ _ENGINE_BURST = 64
 _TRAINER_BURST = 16
 _TICK_S = 0.1
 _DRAIN_S = 5.0
+_RELAX_S = 2.0
 _QUIET_MS = 100
 """Nothing heard for this long means that what engines had sent has been taken."""
 _MAX_PARTS = 5
@@ -60,6 +61,7 @@ class Daemon:
         self._held: list[Effect] = []
         """Answers that wait until the log can be written."""
         self._safe = 0
+        self._held_rows_at: float | None = None
         self.on_ready: Callable[[], object] = lambda: None
 
     # ------------------------------------------------------------------ life cycle
@@ -149,6 +151,7 @@ class Daemon:
             self._next_tick = now + _TICK_S
             self._handle(Tick())
             self._commit()
+            self._relax(now)
         if self._outbox.blocked:
             self._outbox.flush()
         return worked
@@ -175,6 +178,14 @@ class Daemon:
             else:
                 self._handle(found)
         return True
+
+    def _relax(self, now: float) -> None:
+        arena = self.core.arena
+        if arena.free_pages < arena.pages:
+            self._held_rows_at = now
+        elif self._held_rows_at is not None and now - self._held_rows_at > _RELAX_S:
+            self._held_rows_at = None
+            self._keeper.relax()
 
     def _handle(self, event: Event) -> None:
         self._effects += self.core.handle(event, time.monotonic())
@@ -208,6 +219,7 @@ class Daemon:
             **{f"malformed_{reason}": float(count) for reason, count in self._ingest.malformed.items()},
             **{f"denied_{reason}": float(count) for reason, count in denied.items()},
             "messages_ignored": float(self._manners.ignored),
+            "answers_unsent_bytes": float(self._outbox.unsent_bytes),
             "answers_held": float(len(self._held)),
             "answers_dropped": float(self._outbox.dropped),
         }

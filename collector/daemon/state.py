@@ -47,6 +47,9 @@ class Keeper(Protocol):
     def retry(self) -> bool:
         """Try again what could not be saved. True when nothing is left."""
 
+    def relax(self) -> None:
+        """Nothing is held, and was not for a while: row memory that was touched goes back to the machine."""
+
     def close(self, core: Collector) -> None:
         """The daemon ends in good order."""
 
@@ -63,7 +66,7 @@ class InMemory:
             memory = mmap.mmap(-1, budget, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise StartError(f"cannot map {budget} bytes of row memory: {error}") from None
-        self._buffer = _huge(memory)
+        self._memory, self._buffer = memory, _huge(memory)
 
     def collector(self, now: float) -> Collector:
         return Collector(self._buffer, uuid.uuid4().hex, self._config, self._page_bytes)
@@ -73,6 +76,9 @@ class InMemory:
 
     def retry(self) -> bool:
         return True
+
+    def relax(self) -> None:
+        self._memory.madvise(mmap.MADV_DONTNEED)
 
     def close(self, core: Collector) -> None:
         """Nothing is kept."""
@@ -166,7 +172,8 @@ class OnDisk:
             self._files.callback(os.close, self._arena)
             # In full and now: a file system that is full later must not kill the daemon at a write to its memory.
             os.posix_fallocate(self._arena, 0, size)
-            return _huge(mmap.mmap(self._arena, size))
+            self._memory = mmap.mmap(self._arena, size)
+            return _huge(self._memory)
         except (OSError, ValueError, OverflowError) as error:
             if not keep:
                 path.unlink(missing_ok=True)
@@ -231,6 +238,10 @@ class OnDisk:
             raise StartError(f"cannot write a log in {self._folder}: {error.strerror}") from None
         self._number, self._log = number, fresh
         self._due_bytes, self._due_records = fresh.size + CHECKPOINT_BYTES, self._every
+
+    def relax(self) -> None:
+        # The file keeps its room: it was promised.
+        self._memory.madvise(mmap.MADV_DONTNEED)
 
     def close(self, core: Collector) -> None:
         """Once nothing is held, the memory goes back to the machine; the log keeps what was released."""

@@ -145,3 +145,27 @@ def test_a_trainer_that_left_is_no_reason_to_wait(desk: Desk) -> None:
     desk.outbox.send(ToTrainer(b"nobody", Released(1, 0, 0)))
     assert desk.outbox.dropped == 1
     assert not desk.outbox.blocked
+
+
+def test_rows_on_their_way_are_bounded_and_one_trainer_does_not_hold_them_all(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = ROWS * 4 * 2 * 2
+    monkeypatch.setattr(limits, "MAX_UNSENT_OF_ONE", 2 * answer)
+    for nonce in range(1, 31):
+        desk.serve(nonce)
+    assert desk.outbox.blocked
+    assert desk.outbox.unsent_bytes <= 2 * answer
+    assert sum(desk.gathered.values()) < 30
+    for nonce in range(1, 31):
+        assert desk.read().nonce == nonce
+    wait_until(lambda: desk.outbox.unsent_bytes == 0, "nothing is on its way")
+
+
+def test_an_answer_larger_than_the_bound_goes_alone(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_UNSENT_OF_ONE", 1)
+    monkeypatch.setattr(limits, "MAX_UNSENT_BYTES", 1)
+    desk.serve(1)
+    desk.serve(2)
+    assert desk.read().nonce == 1
+    assert desk.read().nonce == 2
