@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import zmq
 from numpy.typing import NDArray
+from zmq.utils.monitor import parse_monitor_message
 
 from collector.client.errors import BadRequest, CollectorUnreachable, NotAdmitted, RequestAborted, WrongTokens, error_of
 from collector.client.routes import Routes
@@ -30,13 +31,15 @@ _SLACK_S = 2.0
 
 _TURNED_AWAY: Final = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 """What no restart of a collector looks like."""
+_CONNECTED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 _WINDOW = 32
 """Pulls under way at once: enough to hide the round trip, few enough to bound memory on both sides."""
 
 
 class RouteClient:
-    """Pulls routed experts from a collector. One client belongs to one thread.
+    """Pulls routed experts from a collector. One client belongs to one thread. What is not answered when the connection
+    breaks, or the collector is started again, is asked again by itself.
 
     address: the collector's trainer endpoint (default: $R3_COLLECTOR, then the per-user ipc path). timeout: seconds a
     pull may wait for its request to settle, unless the call says otherwise. keys: a trainer's key folder, as
@@ -61,7 +64,12 @@ class RouteClient:
         except BaseException:
             self._socket.close()
             raise
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_TURNED_AWAY)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_TURNED_AWAY | _CONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._connections = 0
+        self._unanswered: dict[int, wire.TrainerMessage] = {}
         try:
             self._socket.connect(self.address)
         except zmq.ZMQError as error:
@@ -214,6 +222,7 @@ class RouteClient:
 
     def _exchange(self, asks: list[wire.Pull], token_ids: Sequence[Any] | None = None) -> list[Routes | wire.Problem]:
         """Send pulls, at most `_WINDOW` under way, and collect the answers in order."""
+        self._unanswered.clear()
         answers: dict[int, Routes | wire.Problem] = {}
         wanted = {ask.nonce: ask for ask in asks}
         tokens = dict(zip(wanted, token_ids, strict=True)) if token_ids is not None else {}
@@ -229,6 +238,7 @@ class RouteClient:
             if header.nonce not in wanted or not isinstance(header, wire.Routes | wire.Problem):
                 continue
             ask = wanted.pop(header.nonce)
+            self._unanswered.pop(ask.nonce, None)
             answers[ask.nonce] = (
                 _open(header, frames, ask, tokens.get(ask.nonce)) if isinstance(header, wire.Routes) else header
             )
@@ -241,6 +251,7 @@ class RouteClient:
         return [answers[ask.nonce] for ask in asks]
 
     def _call(self, message: wire.TrainerMessage, expected: type[_T]) -> _T:
+        self._unanswered.clear()
         self._send(message)
         deadline = time.monotonic() + self.timeout + _SLACK_S
         while True:
@@ -253,24 +264,38 @@ class RouteClient:
                 return header
 
     def _send(self, message: wire.TrainerMessage) -> None:
+        self._unanswered[message.nonce] = message
+        self._put(message)
+
+    def _put(self, message: wire.TrainerMessage) -> None:
         try:
             self._socket.send(codec.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             raise self._unreachable() from None
 
     def _receive(self, deadline: float) -> list[zmq.Frame]:
-        left = max(0, int((deadline - time.monotonic()) * 1e3))
-        while not self._socket.poll(min(left, 250)):
+        while True:
             left = max(0, int((deadline - time.monotonic()) * 1e3))
-            if self._monitor.poll(0):
-                self._monitor.recv_multipart()
-                raise NotAdmitted(
-                    f"the collector at {self.address} does not let this client in: it serves with keys, and wants "
-                    "keys=FOLDER (or $R3_KEYS) to be the trainer's folder that `r3-collector keygen` made with its own"
-                )
-            if not left:
+            ready = dict(self._poller.poll(left))
+            if self._monitor in ready:
+                self._heed(parse_monitor_message(self._monitor.recv_multipart())["event"])
+            elif self._socket in ready:
+                return self._socket.recv_multipart(copy=False)
+            elif not left:
                 raise self._unreachable()
-        return self._socket.recv_multipart(copy=False)
+
+    def _heed(self, event: int) -> None:
+        """What became of the connection."""
+        if event & _TURNED_AWAY:
+            raise NotAdmitted(
+                f"the collector at {self.address} does not let this client in: it serves with keys, and wants "
+                "keys=FOLDER (or $R3_KEYS) to be the trainer's folder that `r3-collector keygen` made with its own"
+            )
+        self._connections += 1
+        if self._connections > 1:
+            # Another collector process, or another connection: it may never have heard what the last one was asked.
+            for message in self._unanswered.values():
+                self._put(message)
 
     def _decode(self, frames: list[zmq.Frame]) -> wire.CollectorToTrainer:
         return codec.decode_to_trainer([frame.buffer for frame in frames])

@@ -12,8 +12,8 @@ from collector.client.errors import CollectorUnreachable, NotReady, UnknownReque
 from tests.chaos.witness import Witness
 from tests.harness.patches import SMALL
 
-_PATIENCE = 60
-"""Tries of two seconds each."""
+_PATIENCE = 20
+_AT_ONCE = 64
 
 
 class Trainer:
@@ -33,30 +33,42 @@ class Trainer:
         self._thread.join()
 
     def _run(self) -> None:
-        with RouteClient(self._address, timeout=1.0) as client:
-            while (request_id := self.todo.get()) is not None:
+        with RouteClient(self._address, timeout=5.0) as client:
+            while (batch := self._batch()) is not None:
                 try:
-                    self._take(client, request_id)
+                    self._take(client, batch)
                 except Exception as error:
-                    self.wrong[request_id] = repr(error)
+                    self.wrong |= dict.fromkeys(batch, repr(error))
 
-    def _take(self, client: RouteClient, request_id: str) -> None:
-        witness = Witness(self._seed, request_id)
+    def _batch(self) -> list[str] | None:
+        """What has ended by now, None at the end."""
+        found = [self.todo.get()]
+        while not self.todo.empty() and len(found) < _AT_ONCE:
+            found.append(self.todo.get())
+        if None in found:
+            self.todo.put(None)
+        batch = [name for name in found if name is not None]
+        return batch or None
+
+    def _take(self, client: RouteClient, batch: list[str]) -> None:
+        witnesses = [Witness(self._seed, name) for name in batch]
         for _ in range(_PATIENCE):
             try:
-                routes = client.pull(request_id, token_ids=witness.tokens.tolist())
+                answers = client.pull_many(batch, token_ids=[witness.tokens for witness in witnesses])
                 break
             except (CollectorUnreachable, UnknownRequest, NotReady):
                 # It is away, or what it had not acknowledged is on its way again.
                 self.unanswered += 1
         else:
-            self.wrong[request_id] = "never served"
+            self.wrong |= dict.fromkeys(batch, "never served")
             return
-        if routes.status != "complete" or not np.array_equal(routes.array[:, list(SMALL.moe_layer_ids)], witness.rows):
-            self.wrong[request_id] = f"{routes.status}, other rows"
-            return
-        self.served += 1
+        for name, routes, witness in zip(batch, answers, witnesses, strict=True):
+            same = np.array_equal(routes.array[:, list(SMALL.moe_layer_ids)], witness.rows)
+            if routes.status != "complete" or not same:
+                self.wrong[name] = f"{routes.status}, other rows"
+            else:
+                self.served += 1
         try:
-            client.release(request_id)
+            client.release(batch)
         except CollectorUnreachable:
             self.unanswered += 1

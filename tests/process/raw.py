@@ -60,9 +60,11 @@ def raw_peer(endpoint: str) -> Iterator[RawPeer]:
 
 
 @contextmanager
-def raw_engine(endpoint: str, geometry: Geometry, incarnation: str) -> Iterator[RawPeer]:
-    """A bare connection that has said Hello and was welcomed."""
+def raw_engine(endpoint: str, geometry: Geometry, incarnation: str, at: int = 0) -> Iterator[RawPeer]:
+    """A bare connection that has said Hello and was welcomed. at: the message that the collector wants next."""
     with raw_peer(endpoint) as peer:
         peer.say(Hello(f"engine-{incarnation}", incarnation, geometry, 0))
-        assert isinstance(peer.from_collector(), Welcome)
+        welcome = peer.from_collector()
+        assert isinstance(welcome, Welcome)
+        assert at in (0, welcome.next_seq)
         yield peer

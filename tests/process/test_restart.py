@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -193,3 +194,26 @@ def test_two_daemons_do_not_share_a_state(tmp_path: Path) -> None:
         code, said = serve_and_fail(*other, "--state", str(tmp_path / "state"), "--budget", "64MiB")
         assert code == 1
         assert "another collector keeps its state" in said.replace("\n", " ")
+
+
+def test_a_pull_that_waits_outlives_the_collector(tmp_path: Path, seed: int) -> None:
+    answers: list[int] = []
+    with _shipping(tmp_path, seed) as (shipper, rollout):
+        with running_daemon(tmp_path) as first:
+            trainer = threading.Thread(target=lambda: answers.append(_pulled(first.trainers)), name="trainer")
+            trainer.start()
+            with RouteClient(first.trainers, timeout=5.0) as operator:
+                wait_until(lambda: operator.stats()["pulls_waiting"] == 1, "a pull waits")
+            first.kill()
+        with running_daemon(tmp_path):
+            for at in range(TOKENS - 1):
+                rollout.step(at)
+            rollout.finish()
+            trainer.join()
+            wait_until(lambda: shipper.stats().acked_seq == TOKENS - 2 + REQUESTS, "everything is acknowledged")
+    assert answers == [TOKENS - 1]
+
+
+def _pulled(trainers: str) -> int:
+    with RouteClient(trainers, timeout=20.0) as client:
+        return len(client.pull("request-0").array)
