@@ -29,6 +29,7 @@ _T = TypeVar("_T")
 _SLACK_S = 2.0
 """How much longer than the pull's own deadline an answer may take before the collector counts as gone."""
 
+_HEARTBEAT_MS: Final = 2_000
 _TURNED_AWAY: Final = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 """What no restart of a collector looks like."""
 _CONNECTED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -54,6 +55,9 @@ class RouteClient:
         self._nonces = itertools.count(1)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        # A connection that says nothing for three of these is made again: its other end may be gone without a word.
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
         folder = keys or os.environ.get("R3_KEYS")
         try:
             if folder:

@@ -28,6 +28,8 @@ __all__ = ["Shipper", "ShipperStats"]
 log = logging.getLogger("r3.shipper")
 
 _SILENT_S = 5.0
+_HEARTBEAT_MS = 2_000
+"""A connection that says nothing for three of these is made again: its other end may be gone without a word."""
 _BUSY_S = 1.0
 _NAP_S = 0.004
 _PATIENCE_S = 0.05
@@ -183,6 +185,8 @@ class Shipper:
         socket.setsockopt(zmq.SNDHWM, _BURST)
         # Nothing waits in a pipe for a collector that is not there: the window is what waits.
         socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if self._keys is not None:

@@ -17,8 +17,8 @@ from protocol.messages import Kind
 from tests.chaos.witness import Witness
 from tests.harness.patches import SMALL
 
-AT_ONCE = 12
-STEP_S = 0.01
+AT_ONCE = 6
+STEP_S = 0.02
 _DRAIN_S = 60.0
 
 

@@ -19,6 +19,7 @@ from tests.chaos.trainer import Trainer
 from tests.harness.daemon import RunningDaemon, running_daemon
 
 ENGINES = 4
+BUDGET = "256MiB"
 _READY_S = 30.0
 
 
@@ -83,11 +84,13 @@ def play(folder: Path, seed: int, kills: int) -> History:
             engines.callback(engine.kill)
             running.append(engine)
         for _ in range(kills):
-            with running_daemon(folder, "--checkpoint-records", str(chance.choice((5, 50, 5_000)))) as daemon:
+            with running_daemon(
+                folder, "--checkpoint-records", str(chance.choice((5, 50, 5_000))), budget=BUDGET
+            ) as daemon:
                 history.kills.append(_busy(daemon))
                 time.sleep(chance.random() * 0.25)
                 daemon.kill()
-        with running_daemon(folder) as daemon:
+        with running_daemon(folder, budget=BUDGET) as daemon:
             _busy(daemon)
             for engine in running:
                 engine.stop_asking()
