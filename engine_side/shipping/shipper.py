@@ -188,7 +188,7 @@ class Shipper:
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 250)
         if self._keys is not None:
             socket.curve_publickey = zmq.curve_public(self._keys.secret)
             socket.curve_secretkey = self._keys.secret
