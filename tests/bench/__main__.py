@@ -6,10 +6,10 @@ import os
 import sys
 from pathlib import Path
 
-from tests.bench import assembly, path, recovery
+from tests.bench import assembly, handoff, path, recovery
 from tests.bench.record import Record, show, write
 
-MODULES = {"assembly/": assembly.run, "path/": path.run, "recovery/": recovery.run}
+MODULES = {"assembly/": assembly.run, "handoff/": handoff.run, "path/": path.run, "recovery/": recovery.run}
 OUTPUT = Path("build/bench.json")
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 _CHUNK = 16 << 10
 
@@ -25,15 +26,17 @@ class _Flow:
 
 
 class Proxy:
-    """Forwards every connection to `target`. latency: seconds each way. cut_after: bytes after which a connection is
-    reset, drawn anew for each from this range. `freeze` stops forwarding without closing, `thaw` closes what was
-    frozen and takes new connections; `resets` counts."""
+    """Forwards every connection to `target`. latency: seconds each way. rate: bytes a second of all together, 0 for no
+    limit. cut_after: bytes after which a connection is reset, drawn anew for each from this range. `freeze` stops
+    forwarding without closing, `thaw` closes what was frozen and takes new connections; `resets` counts."""
 
-    def __init__(self, target: str, seed: int, latency: float = 0.0, cut_after: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, target: str, seed: int, latency: float = 0.0, cut_after: tuple[int, int] | None = None, rate: float = 0.0
+    ) -> None:
         host, port = target.removeprefix("tcp://").rsplit(":", 1)
         self._target = (host, int(port))
         self._chance = random.Random(seed)
-        self._latency, self._cut_after = latency, cut_after
+        self._latency, self._cut_after, self._rate = latency, cut_after, rate
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._flows: list[_Flow] = []
@@ -106,6 +109,8 @@ class Proxy:
             self._left[near] = self._left[far] = self._chance.randint(*self._cut_after)
 
     def _read(self, flow: _Flow) -> None:
+        if self._rate:
+            time.sleep(_CHUNK / self._rate)
         try:
             found = flow.source.recv(_CHUNK)
         except OSError:
@@ -139,9 +144,9 @@ class Proxy:
 
 
 @contextmanager
-def through(target: str, seed: int, latency: float = 0.0, cut_after: tuple[int, int] | None = None) -> Iterator[Proxy]:
-    """A proxy in front of `target` for the block."""
-    proxy = Proxy(target, seed, latency, cut_after)
+def through(target: str, seed: int, **how: Any) -> Iterator[Proxy]:
+    """A proxy in front of `target` for the block; `how` as for `Proxy`."""
+    proxy = Proxy(target, seed, **how)
     try:
         yield proxy
     finally:

@@ -77,7 +77,7 @@ def _shipping(endpoint: str, seed: int) -> Iterator[tuple[Shipper, _Rollout]]:
 @pytest.mark.parametrize("network", NETWORKS)
 def test_rows_come_through_a_bad_network_whole(daemon: RunningDaemon, seed: int, network: str) -> None:
     with (
-        through(daemon.engines, seed, **NETWORKS[network]) as proxy,  # type: ignore[arg-type]
+        through(daemon.engines, seed, **NETWORKS[network]) as proxy,
         _shipping(proxy.endpoint, seed) as (shipper, rollout),
     ):
         for at in range(STEPS):
