@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,6 +243,24 @@ class CollectorNode:
         cells, ahead = self._watch.reference.cells(key), key in self._watch.ahead
         self.served[effect.pull.nonce] = Served(self.state_id, key, cells, ahead)
 
+    @contextmanager
+    def _damaged(self, effect: ServeRoutes) -> Iterator[None]:
+        """While rows are gathered one of their bits may be another than was written."""
+        life, at = effect.life, effect.header.row_start
+        held = life.serial in self.core.lives.by_serial and life.pages and effect.header.shape[0] > 0
+        if not held or not self.core.assembly.meta(life, at, at + 1).all() or not self._chaos.strikes("bit_flipped"):
+            yield
+            return
+        self._facts.lives[life.session.incarnation, life.req_id].harmed.add("memory damaged")
+        layout = life.session.layout
+        page, cell = life.pages[at // layout.rows_per_page], at % layout.rows_per_page
+        bit = layout.rows.dtype.type(1 << self._chaos.rng.randrange(3))
+        layout.rows[page, cell, 0] ^= bit
+        try:
+            yield
+        finally:
+            layout.rows[page, cell, 0] ^= bit
+
     def _serve(self, effect: ServeRoutes) -> None:
         generation, core = self.generation, self.core
         if effect.pull.nonce not in self.served:
@@ -250,7 +269,8 @@ class CollectorNode:
         def send() -> None:
             if self.generation != generation:
                 return
-            payload = core.gather(effect, self._loop.now)
+            with self._damaged(effect):
+                payload = core.gather(effect, self._loop.now)
             if isinstance(payload, Problem):
                 self._chaos.note("released_before_sent", payload.code == codes.RELEASED)
                 self._to_peer(effect.peer, [codec.encode(payload)])

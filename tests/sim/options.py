@@ -31,6 +31,7 @@ FAULTS = (
     "overflow",
     "slow_trainer",
     "trainer_cut",
+    "bit_flipped",
 )
 """Every fault, by the name it is counted under. `overflow` happens by itself where the window is small."""
 
@@ -155,6 +156,8 @@ class Options:
         wide = r.random() < 0.3
         row = (8 if wide else 4) + 4
         some = [name for name in _RATES if r.random() < 0.4]
+        # Drawn apart, so that older seeds still name their worlds.
+        flips = {"bit_flipped": 0.3} if random.Random(f"bits {seed}").random() < 0.15 else {}
         return cls(
             seed=seed,
             engines=r.choice([1, 1, 2]),
@@ -174,7 +177,7 @@ class Options:
             reuse=r.choice(["never", "retry", "any"]),
             aborts=r.choice([0.0, 0.15]),
             preempts=r.choice([0.0, 0.1, 0.25, 0.4]),
-            faults={name: _RATES[name] * r.choice([0.5, 1.0, 2.0, 4.0]) for name in some},
+            faults={name: _RATES[name] * r.choice([0.5, 1.0, 2.0, 4.0]) for name in some} | flips,
         )
 
 
