@@ -16,9 +16,9 @@ AHEAD = 256
 
 
 def main() -> None:
-    """`ENDPOINT N SEED` prints {"rate": patches a second}, from the second step to the last acknowledgement."""
+    """`ENDPOINT N SEED [KEYS]` prints {"rate": patches a second}, from the second step to the last acknowledgement."""
     collector, count, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    shipper = Shipper(collector, GEOMETRY, "bench")
+    shipper = Shipper(collector, GEOMETRY, "bench", keys=sys.argv[4] if len(sys.argv) > 4 else None)
     shipper.start()
     steps = Steps(seed)
     shipper.put(steps.landed(0))
