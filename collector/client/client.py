@@ -91,6 +91,7 @@ class RouteClient:
     def close(self) -> None:
         """Close the socket. Pulls under way are forgotten by the collector at their deadline."""
         self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close()
 
     def pull(

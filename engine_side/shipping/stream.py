@@ -179,6 +179,8 @@ class Stream:
             self._drop(dropped)
         if kept.plan.req_ids:
             self._ship(kept.plan, packed)
+            if kept.proof is not None:
+                self._stats.rows_repaired += int((kept.status == 0).sum())
         for life, why in failed:
             self._stats.errors += 1
             log.error("life %s: %s", life, why)
@@ -228,9 +230,7 @@ class Stream:
         status = np.where((step.stamps >> 8) & COMMIT_MASK == proof, step.status, UNPROVEN)
         step = replace(step, status=status.astype(np.uint8))
         # A `forward` takes back the rest of its life, so what is left of a segment is its beginning.
-        step = step.first_rows(np.add.reduceat(wanted, step.plan.offsets[:-1], dtype=np.int64))
-        self._stats.rows_repaired += int((step.status == 0).sum())
-        return step
+        return step.first_rows(np.add.reduceat(wanted, step.plan.offsets[:-1], dtype=np.int64))
 
     def _lost(self, plan: StepPlan) -> None:
         if len(plan.kinds) and plan.kinds[0] == Kind.REPAIR:

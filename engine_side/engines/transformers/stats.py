@@ -11,7 +11,7 @@ from engine_side.shipping.shipper import ShipperStats
 class CaptureStats:
     """Counters since the capture began. rows = forward_rows (run by a forward) + cached_rows (from the slot store,
     forked_rows of them for a fork's copied prefix). errors: steps whose rows had to be declared lost, and those of
-    the shipper. bytes, patches, rows_lost: as shipped."""
+    the shipper. bytes, patches, rows_lost: as shipped; rows_repaired of those lost came after all."""
 
     steps: int = 0
     rows: int = 0
@@ -27,6 +27,7 @@ class CaptureStats:
     patches: int = 0
     bytes: int = 0
     rows_lost: int = 0
+    rows_repaired: int = 0
 
     def with_shipper(self, shipper: ShipperStats) -> CaptureStats:
         """A copy with the shipper's counters in it."""
@@ -36,6 +37,7 @@ class CaptureStats:
             patches=shipper.patches,
             bytes=shipper.bytes,
             rows_lost=shipper.rows_lost,
+            rows_repaired=shipper.rows_repaired,
         )
 
     def as_dict(self) -> dict[str, int]:
