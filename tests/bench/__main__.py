@@ -6,10 +6,16 @@ import os
 import sys
 from pathlib import Path
 
-from tests.bench import assembly, handoff, path, recovery
+from tests.bench import assembly, handoff, path, recovery, release
 from tests.bench.record import Record, show, write
 
-MODULES = {"assembly/": assembly.run, "handoff/": handoff.run, "path/": path.run, "recovery/": recovery.run}
+MODULES = {
+    "assembly/": assembly.run,
+    "handoff/": handoff.run,
+    "path/": path.run,
+    "recovery/": recovery.run,
+    "release/": release.run,
+}
 OUTPUT = Path("build/bench.json")
 
 
