@@ -222,3 +222,15 @@ def test_an_engine_whose_rows_do_not_fit_hears_it_at_hello(seed: int) -> None:
     world = Shipped(seed)
     big = Emitter(world.bench, "big", Geometry(64, tuple(range(64)), 8, 300))
     assert "does not fit a page" in big.hello()[0].message  # type: ignore[union-attr]
+
+
+def test_what_is_over_is_not_watched_for_its_time_to_live(seed: int) -> None:
+    world = Shipped(seed)
+    for i in range(50):
+        world.engine.patch(world.seg(0, 1, life=str(i), opens=f"x{i}"))
+        world.engine.finish(str(i), 2)
+        world.bench.tick()
+        world.bench.release(f"x{i}")
+    retention = world.bench.core.retention
+    assert not retention._watched
+    assert not retention._settled
