@@ -33,10 +33,6 @@ _HEARTBEAT_MS = 2_000
 _BUSY_S = 1.0
 _NAP_S = 0.004
 _PATIENCE_S = 0.05
-_DOOR: Final = {
-    False: "; if it is there, it may serve with keys",
-    True: "; if it is there, it may not let this engine's key in",
-}
 _WRITE: Final = ctypes.PyDLL(None).write
 """write(2), with the interpreter lock held."""
 _BURST = 64
@@ -289,9 +285,8 @@ class Shipper:
             self._stream.greeted(now)
         if now - self._heard_at > _SILENT_S and not self._said_away:
             self._said_away = True
-            log.warning(
-                "no collector answers at %s: rows are kept until it does%s", self.collector, _DOOR[bool(self._keys)]
-            )
+            door = "may not let this engine's key in" if self._keys else "may serve with keys"
+            log.warning("no collector answers at %s (or it %s): rows are kept until it does", self.collector, door)
         if self._keys is not None and now - max(self._heard_at, self._connected_at) > _SILENT_S:
             # ZeroMQ never tries again where a key was turned away; whoever serves there may let it in by now.
             self._connected_at = now

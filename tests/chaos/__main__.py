@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 from tests.chaos.play import History, play
+from tests.harness.arguments import count_and_seed
 
 PACE = 0.8
 """Of the steps that an engine should have done in the time."""
@@ -30,8 +30,7 @@ def verdict(history: History, kills: int) -> list[str]:
 
 
 def main() -> int:
-    kills = int(sys.argv[1]) if len(sys.argv) > 1 else 200
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else secrets.randbelow(2**31)
+    kills, seed = count_and_seed(200)
     print(f"seed {seed}: {kills} kills", flush=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="r3-chaos-") as folder:

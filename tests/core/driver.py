@@ -58,10 +58,14 @@ class Bench:
         if self.logged and not isinstance(event, Logged):
             self.save()
             effects += self.core.handle(Logged(self.core.record), self.now)
-        check_invariants(self.core)
+        self.check()
         for effect in effects:
             codec.encode(effect.header if isinstance(effect, ServeRoutes) else effect.message)
         return effects
+
+    def check(self) -> None:
+        """After every event."""
+        check_invariants(self.core)
 
     def save(self) -> None:
         """Take the record of what changed, as the daemon does before it says `Logged`."""

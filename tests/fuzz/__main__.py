@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 import tempfile
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from tests.fuzz.inside import run_inside
 from tests.fuzz.live import attack
+from tests.harness.arguments import count_and_seed
 from tests.harness.daemon import running_daemon
 
 GROWTH = 50 << 20
@@ -17,8 +17,7 @@ RATE = 0.8
 
 
 def main() -> int:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else secrets.randbelow(2**31)
+    count, seed = count_and_seed(1_000_000)
     print(f"seed {seed}: {count:,} messages, half in process, half through sockets", flush=True)
     began = time.monotonic()
     seen = run_inside(seed, count // 2)

@@ -14,6 +14,7 @@ from engine_side.shipping.shipper import Shipper
 from protocol.messages import Kind
 from tests.harness.daemon import RunningDaemon, running_daemon
 from tests.harness.patches import SMALL
+from tests.harness.shipper import running_shipper
 from tests.harness.waiting import wait_until
 from tests.net.proxy import through
 from tests.shipping.landings import landing
@@ -66,12 +67,8 @@ class _Rollout:
 
 @contextmanager
 def _shipping(endpoint: str, seed: int) -> Iterator[tuple[Shipper, _Rollout]]:
-    shipper = Shipper(endpoint, SMALL, "engine")
-    shipper.start()
-    try:
+    with running_shipper(endpoint) as shipper:
         yield shipper, _Rollout(shipper, seed)
-    finally:
-        assert shipper.close(30.0)
 
 
 @pytest.mark.parametrize("network", NETWORKS)

@@ -20,6 +20,7 @@ from engine_side.shipping.shipper import Shipper
 from protocol.messages import Kind
 from tests.harness.daemon import running_daemon, serve_and_fail, spawn_daemon
 from tests.harness.patches import SMALL, random_rows
+from tests.harness.shipper import running_shipper
 from tests.harness.waiting import wait_until
 
 MOE = list(SMALL.moe_layer_ids)
@@ -66,12 +67,8 @@ class _Rollout:
 
 @contextmanager
 def _shipping(folder: Path, seed: int) -> Iterator[tuple[Shipper, _Rollout]]:
-    shipper = Shipper(f"ipc://{folder}/engines.sock", SMALL, "engine")
-    shipper.start()
-    try:
+    with running_shipper(f"ipc://{folder}/engines.sock", 20.0) as shipper:
         yield shipper, _Rollout(seed, shipper)
-    finally:
-        assert shipper.close(20.0)
 
 
 @pytest.mark.parametrize("place", PLACES)

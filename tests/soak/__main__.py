@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 import tempfile
 from pathlib import Path
 
+from tests.harness.arguments import count_and_seed
 from tests.soak.play import BOUND, LEFT, Soak, soak
 
 
 def verdict(found: Soak) -> list[str]:
     """What was not as promised."""
-    said = [f"other rows: {name}" for name in found.wrong]
+    said = list(found.wrong)
     if max(found.samples) > BOUND:
         said.append(f"{max(found.samples):,} bytes resident, at most {BOUND:,}")
     if found.after > found.floor + LEFT:
@@ -21,9 +21,8 @@ def verdict(found: Soak) -> list[str]:
 
 
 def main() -> int:
-    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 600.0
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else secrets.randbelow(2**31)
-    print(f"seed {seed}: {seconds:g} s", flush=True)
+    seconds, seed = count_and_seed(600)
+    print(f"seed {seed}: {seconds} s", flush=True)
     with tempfile.TemporaryDirectory(prefix="r3-soak-") as folder:
         found = soak(Path(folder), seed, seconds)
     mb = [f"{x / 1e6:.0f}" for x in (found.floor, max(found.samples), BOUND, found.after)]

@@ -45,7 +45,8 @@ def soak(folder: Path, seed: int, seconds: float) -> Soak:
     with running_daemon(folder, budget=str(BUDGET)) as daemon:
         found = Soak(daemon.rss_bytes())
         over = threading.Event()
-        loops = [threading.Thread(target=_loop, args=(daemon, seed + n, over, found), name=f"loop-{n}") for n in (0, 1)]
+        work = [(daemon, seed + n, over, found) for n in (0, 1)]
+        loops = [threading.Thread(target=_watched_loop, args=each, name=f"loop-{each[1]}") for each in work]
         with _never_reads(daemon, seed):
             for loop in loops:
                 loop.start()
@@ -66,6 +67,14 @@ def soak(folder: Path, seed: int, seconds: float) -> Soak:
     return found
 
 
+def _watched_loop(daemon: RunningDaemon, seed: int, over: threading.Event, found: Soak) -> None:
+    try:
+        _loop(daemon, seed, over, found)
+    except Exception as error:
+        found.wrong.append(f"a loop ended: {error!r}")
+        over.set()
+
+
 def _loop(daemon: RunningDaemon, seed: int, over: threading.Event, found: Soak) -> None:
     rng = np.random.default_rng(seed)
     tokens = tuple(range(ROWS))
@@ -82,7 +91,7 @@ def _loop(daemon: RunningDaemon, seed: int, over: threading.Event, found: Soak) 
             engine.say(RequestFinished(last := next(seq), str(number), ROWS + 1, "stop"))
             engine.await_ack(last)
             if not np.array_equal(client.pull(name, token_ids=[*tokens, 0]).array, rows):
-                found.wrong.append(name)
+                found.wrong.append(f"other rows: {name}")
             found.requests += 1
             if number >= _AT_ONCE:
                 client.release(f"{seed}/{number - _AT_ONCE}")
